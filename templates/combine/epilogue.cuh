@@ -18,6 +18,7 @@
 #include "kv_token.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/exit.cuh"
+#include "scheduler/phases.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax/work_rows.cuh"
@@ -74,7 +75,7 @@ __device__ inline void write_partial(const Params& params, const WorkItem& work,
     const int i = accumulator_in_frag_order(frag);
     *target.slot(i) = pack_half4(weighted(accumulator(accumulators, i), scales, i));
   }
-  store_partial_states(partial_states(params, own_slot(work)), reduce_group, rows, scales);
+  store_partial_states(partial_states(params, own_slot(params, work)), reduce_group, rows, scales);
 }
 
 __device__ inline void store_partial(const Params& params, const WorkItem& work,
@@ -103,8 +104,9 @@ __device__ inline void store_final(const Params& params, const WorkItem& work,
 // Two splits that are both the last item of their CTA are combined by both CTAs: each keeps one
 // half of the accumulators and publishes the other. Of any other two splits the first CTA keeps its
 // own. With more splits each CTA publishes everything but the sub-tile that it reduces itself.
-__device__ inline void epilogue(const Params& params, const WorkItem& work, SharedMemoryPlan& smem,
-                                Accumulators& accumulators, ThreadRows& rows) {
+__device__ inline void publish_or_combine(const Params& params, const WorkItem& work,
+                                          SharedMemoryPlan& smem, Accumulators& accumulators,
+                                          ThreadRows& rows) {
   const bool is_pairwise = work.num_splits == 2 && work.num_reducers == 2;
   const int half = half_of_warp(reload_warp());
   const ReduceGroup reduce_group = {is_pairwise ? half : -1};
@@ -121,6 +123,28 @@ __device__ inline void epilogue(const Params& params, const WorkItem& work, Shar
       combine_subtiles(params, work, smem, combine_smem);
       exit_if(work.num_splits);  // the last item of this CTA
     }
+  }
+}
+
+// Final rows of a sequence with one split. Splits of others are combined after the last work item
+// of the CTA, see combine/fixed_splits.cuh.
+__device__ inline void store_fixed_split(const Params& params, const WorkItem& work,
+                                         SharedMemoryPlan& smem, const Accumulators& accumulators,
+                                         const ThreadRows& rows) {
+  if (work.num_splits == 1) {
+    store_final(params, work, smem, accumulators, rows);
+  } else if (!ends_phase(work)) {
+    const CombineSmem nothing = {smem.query, 1, 0, 0, 0, 0};
+    store_partial(params, work, smem, {-1}, nothing, accumulators, rows);
+  }
+}
+
+__device__ inline void epilogue(const Params& params, const WorkItem& work, SharedMemoryPlan& smem,
+                                Accumulators& accumulators, ThreadRows& rows) {
+  if constexpr (kBatchInvariant) {
+    store_fixed_split(params, work, smem, accumulators, rows);
+  } else {
+    publish_or_combine(params, work, smem, accumulators, rows);
   }
   named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
   if (reload_tid() == 0) nonfinite_flag(smem, work) = 0;

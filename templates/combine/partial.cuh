@@ -81,12 +81,28 @@ struct CombineSmem {
 // A fragment is one float4 of every lane of a warp. Partial O is stored fragment by fragment as
 // four fp16 a lane, because the combine is bound by these bytes; the partial state is stored per
 // row. Each CTA has two slots: for the split that its range begins with, and for the one it ends
-// with.
+// with. In batch-invariant kernels the splits of a work item have one each.
 __device__ inline int first_slot(int cta) { return cta * 2; }
 __device__ inline int last_slot(int cta) { return cta * 2 + 1; }
 
+// Workspace slots of the splits of a work tile. Ranges run in reverse `blockIdx` order.
+struct PartialSlots {
+  int first_split;
+  int cta_group_size;
+
+  __device__ PartialSlots(const Params& params, const WorkItem& work)
+      : first_split(work.first_split), cta_group_size(params.cta_group_size) {}
+
+  __device__ int operator[](int split_idx) const {
+    if constexpr (kBatchInvariant) return first_split + split_idx * cta_group_size;
+    return split_idx == 0 ? last_slot(first_split)
+                          : first_slot(first_split - split_idx * cta_group_size);
+  }
+};
+
 // Workspace slot of this CTA's split.
-__device__ inline int own_slot(const WorkItem& work) {
+__device__ inline int own_slot(const Params& params, const WorkItem& work) {
+  if constexpr (kBatchInvariant) return PartialSlots(params, work)[work.split_idx];
   const int cta = static_cast<int>(blockIdx.x);
   return work.split_idx > 0 ? first_slot(cta) : last_slot(cta);
 }
@@ -105,30 +121,19 @@ __device__ inline int lane_frag_offset() {
   return first_frag_of_warp(reload_warp()) * kWarpLanes + reload_lane();
 }
 
-// Workspace slots of the splits of a work tile. Ranges run in reverse `blockIdx` order.
-struct PartialSlots {
-  int first_split_cta;
-  int cta_group_size;
-
-  __device__ PartialSlots(const Params& params, const WorkItem& work)
-      : first_split_cta(work.first_split_cta), cta_group_size(params.cta_group_size) {}
-
-  __device__ int operator[](int split_idx) const {
-    return split_idx == 0 ? last_slot(first_split_cta)
-                          : first_slot(first_split_cta - split_idx * cta_group_size);
-  }
-};
-
 // Number of reduce groups that publish a split, or one half of it: with two splits each reducer
 // waits for the half from the other CTA.
 __device__ inline int expected_arrivals(const WorkItem& work) {
   return work.num_splits == 2 ? work.num_reducers : work.num_splits;
 }
 
+// Fewest splits that are combined as sub-tiles.
+constexpr int kMinSubtileSplits = kBatchInvariant ? 2 : 3;
+
 // The semaphore of a work tile counts arrivals, and then the reducers that have seen all of them.
 // The last reducer wraps it to zero for the next launch.
 __device__ inline u32* semaphore_of(const Params& params, const WorkItem& work) {
-  return params.semaphores + work.first_split_cta;
+  return params.semaphores + work.first_split;
 }
 
 __device__ inline u32 last_arrival(const WorkItem& work) {
@@ -168,7 +173,7 @@ struct PartialOut {
 
   // `combine_smem` is that of a sub-tile, which may be empty.
   __device__ PartialOut(const Params& params, const WorkItem& work, const CombineSmem& combine_smem)
-      : workspace(partial_values(params, own_slot(work)) + lane_frag_offset()),
+      : workspace(partial_values(params, own_slot(params, work)) + lane_frag_offset()),
         smem_values(combine_smem.values(work.split_idx) + lane_frag_offset() -
                     combine_smem.first_frag * kWarpLanes),
         first_smem_frag(combine_smem.first_frag - first_frag_of_warp(reload_warp())),

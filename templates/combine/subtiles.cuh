@@ -48,9 +48,14 @@ __device__ constexpr int warp_partials_offset(int num_splits, int rows, int num_
          (num_splits * num_frags + kFragsPerStep) * kFragBytes;
 }
 
+// Fewest reducers of so many splits.
+__device__ constexpr int min_reducers(int num_splits) {
+  return kBatchInvariant ? num_splits : num_splits - 1;
+}
+
 __device__ constexpr bool subtiles_fit() {
-  for (int num_splits = 3; num_splits <= kMaxRanges; ++num_splits) {
-    const int num_frags = frags_per_subtile(num_splits - 1);
+  for (int num_splits = kMinSubtileSplits; num_splits <= kMaxRanges; ++num_splits) {
+    const int num_frags = frags_per_subtile(min_reducers(num_splits));
     const int offset = warp_partials_offset(num_splits, rows_per_subtile(num_frags), num_frags);
     if (offset + kWarpPartialsBytes > kCombineSmemBytes) return false;
   }
@@ -86,8 +91,8 @@ __device__ constexpr int log2_threads_of_row(int log2_rows) {
 // Max number of splits of a row that one thread handles.
 __device__ constexpr int max_splits_per_thread() {
   int max_splits = 1;
-  for (int num_splits = 3; num_splits <= kMaxRanges; ++num_splits) {
-    const int rows = rows_per_subtile(frags_per_subtile(num_splits - 1));
+  for (int num_splits = kMinSubtileSplits; num_splits <= kMaxRanges; ++num_splits) {
+    const int rows = rows_per_subtile(frags_per_subtile(min_reducers(num_splits)));
     int log2_rows = 0;
     while (1 << log2_rows < rows) ++log2_rows;
     const int own = ceil_div(num_splits, 1 << log2_threads_of_row(log2_rows));
@@ -211,10 +216,11 @@ __device__ inline void combine_frags(const Params& params, const WorkItem& work,
 }
 
 // The accumulator sub-tile this CTA reduces. Empty if the CTA is not a reducer, or if the tile has
-// at most two splits (those use the pairwise path).
+// fewer splits (two of them use the pairwise path).
 __device__ inline CombineSmem combine_smem_of_subtile(SharedMemoryPlan& smem,
                                                       const WorkItem& work) {
-  const bool is_reducer = work.num_splits > 2 && work.split_idx < work.num_reducers;
+  const bool is_reducer =
+      work.num_splits >= kMinSubtileSplits && work.split_idx < work.num_reducers;
   const int first = is_reducer ? work.split_idx * work.subtile_frags : kNumFrags;
   const int num_frags = min(work.subtile_frags, kNumFrags - first);
   const u32 first_group = static_cast<u32>(first) / kFragsPerRowGroup;
@@ -229,12 +235,12 @@ __device__ inline void combine_subtiles(const Params& params, const WorkItem& wo
                                         SharedMemoryPlan& smem, const CombineSmem& combine_smem) {
   const ReduceGroup all = {-1};
   const PartialSlots slots(params, work);
-  semaphore_wait(params, work, all);
+  if constexpr (!kBatchInvariant) semaphore_wait(params, work, all);
   if (combine_smem.num_frags <= 0) return;
   load_partial_states(params, slots, combine_smem);
   cp_async_commit_group();
-  load_partial_values(params, slots, all, combine_smem, 0,
-                      combine_smem.holds_own_split() ? work.split_idx : -1);
+  const bool holds_own_split = !kBatchInvariant && combine_smem.holds_own_split();
+  load_partial_values(params, slots, all, combine_smem, 0, holds_own_split ? work.split_idx : -1);
   cp_async_commit_group();
   cp_async_wait_group<1>();
   named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);

@@ -11,6 +11,7 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/mov.cuh"
 #include "ptx/sync.cuh"
+#include "scheduler/phases.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
@@ -43,10 +44,49 @@ __device__ inline void save_scheduler_state(const TileScheduler& scheduler,
   __syncwarp();
 }
 
+// Writes work item `work_idx` to its slot, in batch-invariant kernels: a work item without rows
+// ends a phase. The next one is not published before its combine, which takes the shared memory of
+// Q and KV.
+__device__ inline void produce_split(const Params& params, int rank_in_group, u32 work_idx,
+                                     SharedMemoryPlan& smem) {
+  SchedulerStorage& storage = smem.scheduler_storage;
+  bool is_in_phase = has_phases(storage);
+  SchedulerState state = storage.current_state;
+  const bool begins_phase = work_idx > 0 && ends_phase(smem.work_items[work_slot(work_idx - 1)]);
+  if (begins_phase) {
+    named_barrier_sync(NamedBarrier::PhaseCombined, kPvThreads + kWarpLanes);
+    is_in_phase = begin_phase(params, work_idx == 1, storage);
+    state = storage.initial_state;
+  }
+  TileScheduler scheduler(params, storage.range, rank_in_group, state);
+  WorkCoord coord = storage.first_work;
+  if (work_idx > 0) {
+    coord = begins_phase && !is_in_phase ? kInvalidWork : scheduler.next_work(begins_phase);
+  }
+  WorkItem& work = smem.work_items[work_slot(work_idx)];
+  const bool is_split = coord.seq_idx >= 0 && coord.rows > 0;
+  if (!is_split && is_in_phase) coord = kNoRows;
+  if (coord.seq_idx >= 0) {
+    scheduler.fill_tokens(work, coord, work_idx);
+    if (reload_lane() == 0) {
+      if (is_split) {
+        scheduler.fill_splits(work);
+      } else {
+        static_cast<WorkSplits&>(work) = {};
+      }
+    }
+    save_scheduler_state(scheduler, smem);
+  } else if (reload_lane() == 0) {
+    work.seq_idx = -1;
+  }
+  __syncwarp();
+}
+
 // Writes work item `work_idx` to its slot. The saved state is already at the first work item, so
 // that one does not advance.
 __device__ inline void produce_work(const Params& params, int rank_in_group, u32 work_idx,
                                     SharedMemoryPlan& smem) {
+  if constexpr (kBatchInvariant) return produce_split(params, rank_in_group, work_idx, smem);
   TileScheduler scheduler(params, smem.scheduler_storage.range, rank_in_group,
                           smem.scheduler_storage.current_state);
   const WorkCoord coord = scheduler.next_work(work_idx == 0);
@@ -80,21 +120,25 @@ __device__ inline void wait_query(const SharedMemoryPlan& smem, u32 work_idx) {
 
 // Work loop of a consumer warpgroup: processes the work items of the CTA in order.
 // `process` takes a work item and its index. `kReloadsIndex` makes the index opaque: otherwise
-// compilers may hold the address of the work item during the mainloop.
-template <bool kReloadsIndex = false, typename Process>
-__device__ inline void work_loop(SharedMemoryPlan& smem, Process process) {
-  u32 work_idx = 0;
+// compilers may hold the address of the work item during the mainloop. Begins with work item
+// `work_idx`, and may return after one that ends a phase; returns the index of the next one, 0
+// after the last.
+template <bool kReloadsIndex = false, bool kReturnsAfterPhase = false, typename Process>
+__device__ inline u32 work_loop(SharedMemoryPlan& smem, Process process, u32 work_idx = 0) {
   while (true) {
     wait(smem.work_full[work_slot(work_idx)], work_phase(work_idx));
     const WorkItem* work = &smem.work_items[work_slot(work_idx)];
-    if (work->seq_idx < 0) return;
+    if (work->seq_idx < 0) return 0;
     if constexpr (kReloadsIndex) {
       mov_b32(work_idx);
       work = &smem.work_items[work_slot(work_idx)];
     }
     process(*work, work_idx);
     work_idx = work->work_idx + 1;  // reloaded, so that the mainloop holds no register for it
+    bool returns = false;
+    if constexpr (kReturnsAfterPhase) returns = ends_phase(*work);
     __syncwarp();
     if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx - 1)]);
+    if (kReturnsAfterPhase && __any_sync(~0u, returns)) return work_idx;
   }
 }

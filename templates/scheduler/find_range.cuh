@@ -5,6 +5,7 @@
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "scheduler/phases.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "seq_info.cuh"
 
@@ -53,6 +54,7 @@ __device__ inline bool find_range(const Params& params, int cta_group, int seq_l
   int num_kv_blocks = 0;
   int num_tiles = 0;
   int own_blocks = 0;
+  int own_slots = 0;
   bool is_uniform = true;
   bool is_invalid = false;
 #pragma unroll 1
@@ -64,8 +66,9 @@ __device__ inline bool find_range(const Params& params, int cta_group, int seq_l
     num_kv_blocks = seq_info.num_kv_blocks;
     num_tiles = seq_info.num_tiles;
     own_blocks += linear_kv_blocks(seq_info, kFixedOverheadBlocks);
+    if constexpr (kBatchInvariant) own_slots += slots_of(seq_info);
   }
-  if (first >= last) own_blocks = 0;
+  if (first >= last) own_blocks = own_slots = 0;
   // Shuffles need all lanes: no short-circuit evaluation.
   const int lane_0_blocks = __shfl_sync(~0u, num_kv_blocks, 0);
   const int lane_0_tiles = __shfl_sync(~0u, num_tiles, 0);
@@ -73,6 +76,14 @@ __device__ inline bool find_range(const Params& params, int cta_group, int seq_l
       __all_sync(~0u, is_uniform && num_kv_blocks == lane_0_blocks && num_tiles == lane_0_tiles);
   is_invalid = __any_sync(~0u, is_invalid);
   const int inclusive_sum = inclusive_sum_of_lanes(own_blocks);
+  int slots_before = 0;
+  if constexpr (kBatchInvariant) {
+    // Ranges are not aligned with work tiles, and the sum of slots takes the place of their number.
+    is_uniform = false;
+    slots_before = inclusive_sum_of_lanes(own_slots);
+    num_tiles = slots_before;
+    slots_before -= own_slots;
+  }
   if (lane_index() == kWarpLanes - 1) {
     const SeqLengths kind = is_uniform ? SeqLengths::kUniform : SeqLengths::kMixed;
     scheduler_storage.warp_seqs[warp_index()] = {inclusive_sum, num_kv_blocks, num_tiles,
@@ -86,6 +97,9 @@ __device__ inline bool find_range(const Params& params, int cta_group, int seq_l
   int total_blocks = __reduce_add_sync(~0u, warp_blocks);
   int begin = __reduce_add_sync(~0u, lane_index() < warp_index() ? warp_blocks : 0);
   begin += inclusive_sum - own_blocks;
+  if constexpr (kBatchInvariant) {
+    slots_before += __reduce_add_sync(~0u, lane_index() < warp_index() ? found.num_tiles : 0);
+  }
   num_kv_blocks = __shfl_sync(~0u, found.num_kv_blocks, 0);
   num_tiles = __shfl_sync(~0u, found.num_tiles, 0);
   if (__any_sync(~0u, found.kind == SeqLengths::kInvalid)) return false;
@@ -95,6 +109,18 @@ __device__ inline bool find_range(const Params& params, int cta_group, int seq_l
   int num_ranges =
       max(1, min(min(params.num_cta_groups, kMaxRanges), total_blocks / kMinBlocksPerRange));
   int fixed_overhead_blocks = kFixedOverheadBlocks;
+  if constexpr (kBatchInvariant) {
+    const int num_slots = __reduce_add_sync(~0u, lane_index() < kWarps ? found.num_tiles : 0);
+    if (num_slots > num_slots_of(params)) {
+      if (threadIdx.x == 0) {
+        scheduler_storage.range =
+            range_before_phases(total_blocks, num_ranges, num_ranges - 1 - cta_group);
+        scheduler_storage.initial_state = {seq_info, 0, 0, 0};
+      }
+      __syncthreads();
+      return true;
+    }
+  }
   if (is_uniform) {
     const int aligned = aligned_ranges(num_ranges, params.num_seqs * num_tiles, num_kv_blocks);
     if (aligned > 0) {
@@ -117,6 +143,7 @@ __device__ inline bool find_range(const Params& params, int cta_group, int seq_l
       tile = min(static_cast<int>(static_cast<u32>(range.begin - begin) / blocks_per_tile),
                  seq_info.num_tiles - 1);
     }
+    seq_info.set_first_slot(slots_before);
     scheduler_storage.range = range;
     scheduler_storage.initial_state = {seq_info, first, tile, begin + tile * blocks_per_tile};
   }

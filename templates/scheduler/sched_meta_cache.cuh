@@ -13,6 +13,8 @@
 #include "ptx/load.cuh"
 #include "ptx/sync.cuh"
 #include "scheduler/find_range.cuh"
+#include "scheduler/grid_barrier.cuh"
+#include "scheduler/phases.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "seq_info.cuh"
@@ -100,8 +102,9 @@ __device__ inline void prefetch_block_table(const Params& params,
   const int cache_line = lane_index();
   if (cache_line >= kPrefetchLines) return;
   const BlockTableRow row = block_table_row(params, scheduler_storage.initial_state.seq_idx);
-  const int kv_block = scheduler_storage.range.begin - scheduler_storage.initial_state.tile_begin -
-                       scheduler_storage.range.fixed_overhead_blocks;
+  int kv_block = scheduler_storage.range.begin - scheduler_storage.initial_state.tile_begin -
+                 scheduler_storage.range.fixed_overhead_blocks;
+  if constexpr (kBatchInvariant) kv_block = scheduler_storage.first_work.first_kv_block;
   // The range may begin in a later sequence: never prefetches past the end of the row.
   const u32 token = static_cast<u32>(max(kv_block, 0)) * kBlockN;
   const u32 index = token / kTokensPerId + cache_line * kIdsPerCacheLine;
@@ -116,9 +119,12 @@ __device__ __noinline__ inline void compute_schedule(const Params& params, int c
   const bool has_range = __any_sync(~0u, find_range(params, cta_group, seq_len, scheduler_storage));
   TileScheduler scheduler(params, scheduler_storage.range, rank_in_group,
                           scheduler_storage.initial_state);
-  const WorkCoord first_work = has_range ? scheduler.initial_work() : kInvalidWork;
+  WorkCoord first_work = has_range ? scheduler.initial_work() : kInvalidWork;
   WorkSplits first_splits = {};
   if (first_work.seq_idx >= 0) scheduler.fill_splits(first_splits);
+  if constexpr (kBatchInvariant) {
+    if (has_range && is_before_phases(scheduler_storage.range)) first_work = kNoRows;
+  }
   store_cached_schedule(params, {scheduler_storage.range, scheduler, first_work, first_splits});
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -150,6 +156,9 @@ __device__ inline WorkCoord find_initial_work(const Params& params,
     } else {
       prefetch_block_table(params, scheduler_storage);
     }
+  }
+  if constexpr (kBatchInvariant) {
+    if (!has_range && threadIdx.x == 0) pass_grid_barrier(params);
   }
   static_cast<SchedulerState&>(scheduler) = scheduler_storage.initial_state;
   return first_work;

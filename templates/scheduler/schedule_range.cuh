@@ -163,7 +163,7 @@ struct WorkSplits {
   int num_reducers;
   int subtile_frags;  // with more than two splits
   int split_idx;
-  int first_split_cta;  // CTA of split 0
+  int first_split;  // CTA of split 0; in batch-invariant MLA kernels the slot of its partial
 };
 
 // Whether all sequences of a warp have the same number of KV blocks and work tiles.

@@ -26,6 +26,7 @@ __device__ inline void init_work_barriers(const SharedMemoryPlan& smem) {
 // schedule of the CTA: the first P waits for it.
 __device__ inline void produce_next_work(const Params& params, int rank_in_group, u32 work_idx,
                                          SharedMemoryPlan& smem) {
+  if constexpr (kBatchInvariant) return produce_split(params, rank_in_group, work_idx, smem);
   const SchedulerStorage& storage = smem.scheduler_storage;
   TileScheduler scheduler(params, storage.range, rank_in_group, storage.current_state);
   WorkCoord coord = storage.first_work;

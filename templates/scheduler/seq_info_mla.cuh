@@ -35,15 +35,72 @@ __device__ inline int kv_len_of(const Params& params, int seq_idx, int seq_len) 
 }
 
 // The CTAs of a group each take another M tile of a sequence; a work tile is one sequence and one
-// such group of M tiles.
-struct SeqInfo {
+// such group of M tiles. In batch-invariant kernels it is one split of these.
+template <bool kHasFixedSplits>
+struct SeqInfoOf {
   i64 first_query;  // index of the sequence's first query token in the query tensor
   int q_len;  // -1 where cu_seqlens_q decreases
   int rows;  // 0 where the query tokens are not inside the query tensor
   int kv_len;
-  int num_kv_blocks;
+  int num_kv_blocks;  // of a work tile
   int num_tiles;  // work tiles
+
+  __device__ void set_first_slot(int) {}
+  __device__ int get_first_slot() const { return 0; }
 };
+// The same fields, and one that only these kernels have.
+template <>
+struct SeqInfoOf<true> {
+  i64 first_query;
+  int q_len;
+  int rows;
+  int kv_len;
+  int num_kv_blocks;
+  int num_tiles;
+  int first_slot;  // of the partials of its splits
+
+  __device__ void set_first_slot(int slot) { first_slot = slot; }
+  __device__ int get_first_slot() const { return first_slot; }
+};
+using SeqInfo = SeqInfoOf<kBatchInvariant>;
+
+// Batch-invariant kernels: the splits of a sequence, which depend on its length alone. They are
+// equally long, but for the last one.
+struct FixedSplits {
+  int kv_len;
+  int split_blocks;
+
+  __device__ static int blocks_of(int kv_len) {
+    return static_cast<u32>(kv_len + kBlockN - 1) / kBlockN;
+  }
+  // Templates: other kernels lack these parameters.
+  template <typename KernelParams>
+  __device__ static FixedSplits of(const KernelParams& params, int kv_len) {
+    const u32 blocks = blocks_of(kv_len);
+    const u32 wanted = (blocks + params.split_blocks - 1) / params.split_blocks;
+    const u32 splits = max(min(wanted, static_cast<u32>(params.max_splits)), 1u);
+    return {kv_len, static_cast<int>((blocks + splits - 1) / splits)};
+  }
+  __device__ static FixedSplits of(const SeqInfo& seq_info) {
+    return {seq_info.kv_len, seq_info.num_kv_blocks};
+  }
+
+  // At least one.
+  __device__ u32 count() const {
+    return static_cast<u32>(max(blocks_of(kv_len) + split_blocks - 1, 1)) / max(split_blocks, 1);
+  }
+  // Whether the partials of the splits are combined; otherwise they have no slots.
+  __device__ bool are_combined() const { return blocks_of(kv_len) > split_blocks; }
+};
+
+template <typename KernelParams>
+__device__ inline void split_seq(const KernelParams& params, SeqInfo& seq_info) {
+  if constexpr (kBatchInvariant) {
+    const FixedSplits splits = FixedSplits::of(params, seq_info.kv_len);
+    seq_info.num_kv_blocks = splits.split_blocks;
+    seq_info.num_tiles *= static_cast<int>(splits.count());
+  }
+}
 
 // Divides by the CTA group size, 1 to 4. Divisors are constants, because an integer division takes
 // many instructions, and a select replaces branches.
@@ -71,7 +128,14 @@ __device__ inline SeqInfo seq_info_of(const Params& params, int seq_idx, int seq
   seq_info.num_kv_blocks = static_cast<u32>(seq_info.kv_len + kBlockN - 1) / kBlockN;
   const u32 m_tiles = static_cast<u32>(seq_info.rows + kBlockM - 1) / kBlockM;
   seq_info.num_tiles = div_by_group_size(params, m_tiles + params.cta_group_size - 1);
+  split_seq(params, seq_info);
   return seq_info;
+}
+
+// Slots of the partials of a sequence, in batch-invariant kernels; each has a place for every CTA
+// of a group.
+__device__ inline int slots_of(const SeqInfo& seq_info) {
+  return FixedSplits::of(seq_info).are_combined() ? seq_info.num_tiles : 0;
 }
 
 __device__ inline SeqInfo seq_info_of(const Params& params, int seq_idx) {

@@ -26,7 +26,8 @@ constexpr int kProgressOffset = kBlockM * kHeadDimVo * sizeof(u16);
 // bounds what that costs to one poll per requested KV block.
 struct CtaThrottle {
   u32* progress;
-  // 0, no throttling, where ranges differ in work, or where CTAs of a group share KV through L2.
+  // 0, no throttling, where ranges differ in work, or where CTAs of a group share KV through L2;
+  // and in batch-invariant kernels, which use all slots.
   u32 num_ctas;
   u32 initial_total = 0;
   u32 total_blocks = 0;
@@ -36,8 +37,9 @@ struct CtaThrottle {
 
   __device__ CtaThrottle(const Params& params, const ScheduleRange& range)
       : progress(reinterpret_cast<u32*>(params.partial_out + kProgressOffset)),
-        num_ctas(range.fixed_overhead_blocks == 0 && params.cta_group_size == 1 ? range.num_ranges
-                                                                                : 0) {}
+        num_ctas(!kBatchInvariant && range.fixed_overhead_blocks == 0 && params.cta_group_size == 1
+                     ? range.num_ranges
+                     : 0) {}
 
   // Called before a KV block is requested. Never delays the prologue that fills the pipeline.
   __device__ void wait() {

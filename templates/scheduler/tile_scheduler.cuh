@@ -11,6 +11,7 @@
 #include "config.cuh"
 #include "ptx/mov.cuh"
 #include "scheduler/schedule_range.cuh"
+#include "seq_info.cuh"
 
 // One split of one work tile, as the scheduler publishes it to all warps of the CTA.
 struct WorkItem : WorkCoord, WorkSplits {
@@ -32,10 +33,23 @@ struct TileScheduler : SchedulerState {
 
   // Coordinates of the current work item; kInvalidWork if the current tile has none for this CTA.
   __device__ WorkCoord current_work() const {
-    const int first = first_kv_block(range);
-    const int last = end_kv_block(range);
-    const bool has_work = seq_info.num_kv_blocks == 0 ? range.begin <= tile_begin : first < last;
-    const int first_row = (tile * params.cta_group_size + rank_in_group) * kBlockM;
+    int first;
+    int last;
+    bool has_work;
+    int m_group = tile;
+    if constexpr (kBatchInvariant) {
+      // A range has the splits that begin in it.
+      const u32 num_splits = FixedSplits::of(seq_info).count();
+      m_group = static_cast<u32>(tile) / num_splits;
+      first = static_cast<int>(tile - m_group * num_splits) * seq_info.num_kv_blocks;
+      last = first + seq_info.num_kv_blocks;
+      has_work = range.begin <= tile_begin && tile_begin < range.end;
+    } else {
+      first = first_kv_block(range);
+      last = end_kv_block(range);
+      has_work = seq_info.num_kv_blocks == 0 ? range.begin <= tile_begin : first < last;
+    }
+    const int first_row = (m_group * params.cta_group_size + rank_in_group) * kBlockM;
     if (!has_work || first_row >= seq_info.rows) return kInvalidWork;
     const int rows = min(seq_info.rows - first_row, kBlockM);
     // An integer division here would leave the MMAs too few registers; rows mask the rest.
@@ -45,13 +59,23 @@ struct TileScheduler : SchedulerState {
     return {seq_info.first_query, seq_idx, first_row, rows, first, num_kv_blocks, kv_end};
   }
 
+  // Advances to the next work tile, as advance() does.
+  __device__ bool advance_tile() {
+    if constexpr (!kBatchInvariant) return advance(params, range);
+    const int current_seq = seq_idx;
+    const int next_slot = seq_info.get_first_slot() + slots_of(seq_info);
+    const bool has_tile = advance(params, range);
+    if (seq_idx != current_seq) seq_info.set_first_slot(next_slot);
+    return has_tile;
+  }
+
   // Advances to the next work item and returns its coordinates; kInvalidWork after the last one.
   // `is_first` starts at the current tile instead of the next one.
   __device__ WorkCoord next_work(bool is_first) {
     WorkCoord coord;
 #pragma unroll 1
     do {
-      if (!is_first && !advance(params, range)) return kInvalidWork;
+      if (!is_first && !advance_tile()) return kInvalidWork;
       is_first = false;
       coord = current_work();
     } while (coord.seq_idx < 0);
@@ -87,12 +111,22 @@ struct TileScheduler : SchedulerState {
 
   // Writes the splits of the current work item.
   __device__ void fill_splits(WorkSplits& work) const {
+    if constexpr (kBatchInvariant) {
+      const u32 num_splits = FixedSplits::of(seq_info).count();
+      work.num_splits = work.num_reducers = static_cast<int>(num_splits);
+      work.subtile_frags = frags_per_subtile(num_splits);
+      work.split_idx = static_cast<int>(static_cast<u32>(tile) % num_splits);
+      work.first_split =
+          (seq_info.get_first_slot() + tile - work.split_idx) * params.cta_group_size +
+          rank_in_group;
+      return;
+    }
     const Splits splits = this->splits(range);
     work.num_splits = splits.num_splits;
     work.num_reducers = splits.num_splits - (splits.ends_at_range ? 0 : 1);
     work.subtile_frags = frags_per_subtile(work.num_reducers);
     work.split_idx = first_kv_block(range) == 0 ? 0 : range.index - splits.first_range;
-    work.first_split_cta = cta_of_range(splits.first_range);
+    work.first_split = cta_of_range(splits.first_range);
   }
 
   // End of the tokens that a row of the sequence attends to: its own position under a causal mask.

@@ -54,7 +54,7 @@ static void schedule_cta(const Params& params) {
                            work.num_splits,
                            work.num_reducers,
                            work.split_idx,
-                           work.first_split_cta};
+                           work.first_split};
     }
     __syncwarp();
   }

@@ -24,6 +24,7 @@ from mlagen.families.common.launchers import (
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.plan import (
     fits_in_int32,
+    plan_for_workspace,
     plan_mla_sm80_call,
     plan_mla_sm90_call,
     schedule_id_of,
@@ -37,7 +38,7 @@ from mlagen.settings import Settings
 from mlagen.spec.combine import CombineSpec
 from mlagen.spec.kernel import DCP_PARAMETERS, ROW_SPLITS_PARAMETERS
 from mlagen.spec.mla.sm80 import MlaSm80Spec
-from mlagen.spec.mla.sm90 import MlaSm90Fp8KvSpec, MlaSm90Spec
+from mlagen.spec.mla.sm90 import FIXED_SPLIT_PARAMETERS, MlaSm90Fp8KvSpec, MlaSm90Spec
 from mlagen.spec.mla.variant import (
     GATHER_PARAMETERS,
     POOL_PARAMETERS,
@@ -87,6 +88,7 @@ _KNOWN = frozenset(
         *GATHER_PARAMETERS,
         *POOL_PARAMETERS,
         *ROW_SPLITS_PARAMETERS,
+        *FIXED_SPLIT_PARAMETERS,
     )
 ) | {parameter.name for parameter in CombineSpec.common_parameters}
 
@@ -149,8 +151,6 @@ def make_sm90_launcher(
             "in which the driver rejects them; unset it to take the sm80 kernel"
         )
     index, variant, shape = problem.device.index, problem.variant, shape_of(args, problem)
-    if variant.batch_invariant:
-        raise UnsupportedError("MLAGEN_MLA_KERNEL=sm90: no such kernel is batch-invariant")
     planned = plan_mla_sm90_call(
         index, variant, shape, p_dtype_choice=settings.mla_p_dtype, sms=sms
     )
@@ -167,13 +167,19 @@ def make_sm90_launcher(
         )
     if plan.is_small and not is_forced:
         raise UnsupportedError("the call is so small that the sm80 kernel is faster")
+    plan = plan_for_workspace(spec, plan, args.workspace_buffer.nbytes)
     maps = _maps_of_cache(args, problem, spec)
     workspace, name = args.workspace_buffer, args.names.workspace_buffer
     # A workspace sized for the whole GPU must suffice, and the grid for it would not fit.
-    if sms != WHOLE_GPU and plan.workspace_bytes > workspace.nbytes and not is_forced:
+    keeps_sm90 = is_forced or variant.batch_invariant
+    if sms != WHOLE_GPU and plan.workspace_bytes > workspace.nbytes and not keeps_sm90:
         raise UnsupportedError(f"{name}: too small for the plan for {sms} SMs")
-    facts = named(plan, "num_cta_groups cta_group_size")
-    facts["schedule_id"] = schedule_id_of(args, problem, spec)
+    facts = named(plan, "num_cta_groups cta_group_size num_slots")
+    facts |= {
+        "split_blocks": spec.split_tokens // spec.block_n,
+        "max_splits": spec.max_splits,
+        "schedule_id": schedule_id_of(args, problem, spec),
+    }
     return _make_launcher(args, problem, plan, spec, facts, maps)
 
 

@@ -28,6 +28,9 @@ _MAX_IDLE = Fraction(1, 25)
 # Rows of a tile in the KV-block count of a small call.
 _SMALL_TILE_ROWS = 16
 
+# No plan needs a larger workspace.
+MAX_BYTES_PER_SM = 513 << 10
+
 # SM count that the limits of small calls are for. They grow with the SMs: the sm80 kernel saves a
 # fixed latency, and takes longer for each KV block of an SM.
 _SMALL_CALL_SMS = 132
@@ -41,6 +44,7 @@ class MlaSm90Plan:
     num_cta_groups: int
     num_ctas: int
     total_tiles: int  # work tiles of all sequences; an upper bound if ragged
+    num_slots: int  # of fixed splits in the workspace, each for all CTAs of a group; 0 without them
     partial_rows_offset: int  # bytes in the workspace; the partial outputs come first
     workspace_bytes: int
     is_small: bool  # the sm80 kernel is faster
@@ -51,6 +55,8 @@ def choose_block_m(spec: MlaSm90Spec, shape: ProblemShape, sm_count: int) -> int
 
     Smaller tiles read the same tokens more often, but occupy more SMs.
     """
+    if spec.variant.batch_invariant:
+        return spec.block_m
     # Of one M tile per sequence.
     kv_blocks = shape.batch * _kv_blocks_of(spec, shape.max_kv_len)
     for rows, kv_blocks_per_sm in spec.smaller_tiles:
@@ -81,19 +87,56 @@ def plan_mla_sm90(spec: MlaSm90Spec, shape: ProblemShape, sm_count: int) -> MlaS
     num_ranges = total_blocks // spec.min_blocks_per_range
     num_cta_groups = min(sm_count // cta_group_size, max(1, num_ranges)) if shape.total_rows else 0
     num_ctas = num_cta_groups * cta_group_size
-    return MlaSm90Plan(
+    plan = MlaSm90Plan(
         cta_group_size=cta_group_size,
         num_cta_groups=num_cta_groups,
         num_ctas=num_ctas,
         total_tiles=total_tiles,
+        num_slots=_slots_of_splits(spec, shape.max_kv_len, total_tiles),
         partial_rows_offset=num_ctas * _partial_rows(spec) * spec.head_dim_vo * 2,
         workspace_bytes=num_ctas * mla_sm90_bytes_per_cta(spec),
         is_small=is_small_call(spec, shape, sm_count),
     )
+    return plan_for_workspace(spec, plan, sm_count * MAX_BYTES_PER_SM)
+
+
+def plan_for_workspace(spec: MlaSm90Spec, plan: MlaSm90Plan, given: int) -> MlaSm90Plan:
+    """Return the plan of a batch-invariant call for a workspace of ``given`` bytes.
+
+    Its splits have as many slots as fit, and as one work tile may have: a launch with more splits
+    has phases.
+    """
+    if not spec.variant.batch_invariant:
+        return plan
+    slot_rows = plan.cta_group_size * spec.block_m
+    slot_bytes = slot_rows * _partial_row_bytes(spec)
+    num_slots = min(plan.num_slots, max(given // slot_bytes, spec.max_splits))
+    return replace(
+        plan,
+        num_slots=num_slots,
+        partial_rows_offset=num_slots * slot_rows * spec.head_dim_vo * 2,
+        workspace_bytes=num_slots * slot_bytes,
+    )
+
+
+def _slots_of_splits(spec: MlaSm90Spec, max_kv_len: int, total_tiles: int) -> int:
+    """Return the slots of all splits of a batch-invariant call, at least those of one work tile.
+
+    A request may be longer than the call says, but not a list.
+    """
+    if not spec.variant.batch_invariant:
+        return 0
+    num_splits = min(-(-max_kv_len // spec.split_tokens), spec.max_splits)
+    return max(total_tiles * num_splits, num_splits if spec.is_sparse else spec.max_splits)
 
 
 def is_small_call(spec: MlaSm90Spec, shape: ProblemShape, sm_count: int) -> bool:
-    """Whether the sm80 kernel is faster: its prologue is shorter, which dominates few CTAs."""
+    """Whether the sm80 kernel is faster: its prologue is shorter, which dominates few CTAs.
+
+    Never of a batch-invariant call, whose kernel does not depend on the batch.
+    """
+    if spec.variant.batch_invariant:
+        return False
     limit = next((blocks for max_rows, blocks in spec.small_calls if shape.rows <= max_rows), -1)
     tiles = shape.batch * -(-shape.rows // _SMALL_TILE_ROWS)
     tile_blocks = tiles * _kv_blocks_of(spec, shape.max_kv_len)
@@ -102,7 +145,11 @@ def is_small_call(spec: MlaSm90Spec, shape: ProblemShape, sm_count: int) -> bool
 
 def mla_sm90_bytes_per_cta(spec: MlaSm90Spec) -> int:
     """Return the workspace of a CTA: partial outputs in fp16, and a PartialState per row."""
-    return _partial_rows(spec) * (spec.head_dim_vo * 2 + spec.partial_state_bytes)
+    return _partial_rows(spec) * _partial_row_bytes(spec)
+
+
+def _partial_row_bytes(spec: MlaSm90Spec) -> int:
+    return spec.head_dim_vo * 2 + spec.partial_state_bytes
 
 
 def _partial_rows(spec: MlaSm90Spec) -> int:

@@ -8,7 +8,7 @@ from typing import ClassVar, TypeVar
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.kernel import Parameter, parameters
+from mlagen.spec.kernel import Parameter, in_order, parameters
 from mlagen.spec.mla.variant import (
     DCP,
     PLAIN,
@@ -31,6 +31,9 @@ SEMAPHORE_BYTES = 1024
 CACHED_SEQ_LENS = 510
 SCHED_META_BYTES = 128
 SCHED_META_OFFSET = SEMAPHORE_BYTES + (2 + CACHED_SEQ_LENS) * 4
+
+# Of a batch-invariant kernel: KV blocks of a split, the most splits, and slots in the workspace.
+FIXED_SPLIT_PARAMETERS = parameters("int: split_blocks max_splits num_slots")
 
 HEAD_DIMS = ((512, 64), (512, 0))  # kv_lora_rank, qk_rope_head_dim
 
@@ -86,6 +89,11 @@ class MlaSm90Spec(MlaKernelSpec):
     min_blocks_per_range: ClassVar[int] = 2  # overhead blocks included
     # The SMs of a full GH100: shared memory holds the partial states of as many splits.
     max_ranges: ClassVar[int] = 144
+    # Of batch-invariant kernels: tokens of a split in a request, or in a list; and its most splits.
+    # Longer requests have longer splits.
+    request_split_tokens: ClassVar[int] = 1024
+    list_split_tokens: ClassVar[int] = 512
+    max_splits: ClassVar[int] = 128
     partial_state_bytes: ClassVar[int] = 16  # per row of a split
     semaphore_bytes: ClassVar[int] = SEMAPHORE_BYTES  # the cached scheduler metadata follows them
     cached_seq_lens: ClassVar[int] = CACHED_SEQ_LENS
@@ -142,6 +150,13 @@ class MlaSm90Spec(MlaKernelSpec):
         return 2 if self.swap_ab else 6
 
     @property
+    def split_tokens(self) -> int:
+        """Tokens of a fixed split; 0 where splits depend on the batch."""
+        if not self.variant.batch_invariant:
+            return 0
+        return self.list_split_tokens if self.is_sparse else self.request_split_tokens
+
+    @property
     def math_dtype(self) -> DType:
         """Element type of the MMA."""
         return self.variant.query_dtype
@@ -159,9 +174,12 @@ class MlaSm90Spec(MlaKernelSpec):
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """The parameters of every variant; a kernel over top-k indices has no tensor maps."""
-        if not self.is_sparse:
-            return super().parameters
-        return gather_parameters((*self.common_parameters, *self.pool_parameters))
+        found = super().parameters
+        if self.is_sparse:
+            found = gather_parameters((*self.common_parameters, *self.pool_parameters))
+        return (
+            in_order((*found, *FIXED_SPLIT_PARAMETERS)) if self.variant.batch_invariant else found
+        )
 
     @property
     def loading_warps(self) -> int:

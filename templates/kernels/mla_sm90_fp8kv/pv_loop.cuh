@@ -4,6 +4,7 @@
 
 #include "accumulators.cuh"
 #include "combine/epilogue.cuh"
+#include "combine/fixed_splits.cuh"
 #include "combine/partial.cuh"
 #include "common/barriers.cuh"
 #include "common/fp8.cuh"
@@ -14,7 +15,6 @@
 #include "config.cuh"
 #include "dequant.cuh"
 #include "load_query.cuh"
-#include "pipeline/work_pipeline.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/wgmma.cuh"
 #include "scheduler/schedule_range.cuh"
@@ -237,7 +237,7 @@ __device__ inline void pv_loop(const Params& params, const WorkCoord& first_work
   load_first_q(params, first_work, smem, smem.first_query_full, static_cast<int>(threadIdx.x),
                kPvThreads);
   u32 blocks_done = 0;  // KV blocks, over all work items
-  work_loop<kStoredRopeDim == 0>(smem, [&](const WorkItem& work, u32) {
+  pv_work_loop<kStoredRopeDim == 0>(params, smem, [&](const WorkItem& work, u32) {
     PvWarpgroup pv_warpgroup(smem, work, blocks_done);
     pv_warpgroup.process_work(blocks_done);
     wait(smem.row_state_full[work_slot(work.work_idx)], work_phase(work.work_idx));

@@ -1,0 +1,77 @@
+// Combine of batch-invariant kernels: each CTA visits its work items again when every CTA has
+// stored its splits, and reduces its part of their tiles.
+
+#pragma once
+
+#include "combine/reduce_group.cuh"
+#include "combine/subtiles.cuh"
+#include "common/barriers.cuh"
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "pipeline/work_pipeline.cuh"
+#include "ptx/sync.cuh"
+#include "scheduler/grid_barrier.cuh"
+#include "scheduler/phases.cuh"
+#include "scheduler/schedule_range.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "seq_info.cuh"
+#include "shared_memory.cuh"
+
+// Called by the PV warps after the work items of the CTA, or of a phase, when no warp uses Q and
+// KV. The sum of a row takes its splits in an order that the length of its sequence determines.
+__device__ inline void combine_fixed_splits(const Params& params, SharedMemoryPlan& smem) {
+  const ReduceGroup all = {-1};
+  const int cta = static_cast<int>(blockIdx.x);
+  const int rank_in_group = cta - div_by_group_size(params, cta) * params.cta_group_size;
+  TileScheduler scheduler(params, smem.scheduler_storage.range, rank_in_group,
+                          smem.scheduler_storage.initial_state);
+  bool waits = has_phases(smem.scheduler_storage);  // or has a split to combine
+  bool has_waited = false;
+  WorkCoord coord = scheduler.initial_work();
+#pragma unroll 1
+  while (true) {
+    WorkItem work;
+    if (coord.seq_idx >= 0) scheduler.fill_splits(work);
+    const bool is_combined = coord.seq_idx >= 0 && work.num_splits > 1;
+    if ((is_combined || waits) && !has_waited) {
+      all.sync();  // all warps have stored their splits
+      if (all.is_leader()) wait_for_grid(params, GridBarrier::SplitsStored);
+      all.sync();
+      has_waited = true;
+    }
+    if (coord.seq_idx < 0) break;
+    if (is_combined) {
+      static_cast<WorkCoord&>(work) = coord;
+      combine_subtiles(params, work, smem, combine_smem_of_subtile(smem, work));
+      all.sync();  // the next tile takes the same shared memory
+    }
+    coord = scheduler.next_work(false);
+  }
+  if (!has_waited && all.is_leader()) pass_grid_barrier(params);
+}
+
+// Work loop of the PV warps, which combine splits after the last work item, and after each phase.
+template <bool kReloadsIndex = false, typename Process>
+__device__ inline void pv_work_loop(const Params& params, SharedMemoryPlan& smem, Process process) {
+  if constexpr (!kBatchInvariant) {
+    work_loop<kReloadsIndex>(smem, process);
+    return;
+  }
+  u32 work_idx = 0;
+#pragma unroll 1
+  while (true) {
+    work_idx = work_loop<kReloadsIndex, true>(smem, process, work_idx);
+    const bool is_last = __any_sync(~0u, work_idx == 0);
+    if (is_last && has_phases(smem.scheduler_storage)) return;
+    combine_fixed_splits(params, smem);
+    if (is_last) return;
+    // The next phase writes other partials to the same slots, and loads Q and KV.
+    const ReduceGroup all = {-1};
+    fence_proxy_async();
+    all.sync();
+    if (all.is_leader()) wait_for_grid(params, GridBarrier::PhaseCombined);
+    all.sync();
+    named_barrier_arrive(NamedBarrier::PhaseCombined, kPvThreads + kWarpLanes);
+  }
+}

@@ -1,0 +1,98 @@
+"""Batch-invariant MLA calls by the sm90 kernels themselves, emulated: bits, values and phases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from mlagen.families.common import launchers
+from mlagen.families.dispatch import MLA
+from mlagen.families.mla import plan as mla_plan
+from mlagen.families.mla import tensor_maps as mla_maps
+from mlagen.runtime.semaphores import new_schedule_id
+from mlagen.settings import current_settings
+from mlagen.spec.mla.sm90 import SEMAPHORE_BYTES, MlaSm90Spec
+from tests.emulator.emulated import COMPILER, encode, replace_launches
+from tests.emulator.mla_calls import words_beside_workspace
+from tests.families.launches import record_launches
+from tests.problems import invariance as inv
+from tests.problems.invariance import Batch, Facts, Form
+from tests.problems.problem import E4M3
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+N = 128  # tokens of a split
+MAX_SPLITS = 3
+LENS = (0, 1, N - 1, N, N + 1, MAX_SPLITS * N + 5, 5 * N)
+_SM_COUNTS = (1, 9)
+
+
+@dataclass
+class Gpu:
+    """The GPU that runs the next calls, and the plans of the calls before."""
+
+    sm_count: int
+    num_slots: list[int]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """Compute calls by the sm90 kernels, with short splits, and few of them."""
+    found = Gpu(_SM_COUNTS[0], [])
+    beside = words_beside_workspace(max(_SM_COUNTS))
+    record_launches(monkeypatch)
+    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "sm90")
+    current_settings.cache_clear()
+    monkeypatch.setattr(mla_plan, "new_schedule_id", new_schedule_id)
+    monkeypatch.setattr(mla_maps, "encode", encode)
+    monkeypatch.setattr(launchers, "semaphores_of", lambda *_: beside.data_ptr())
+    for name in ("request_split_tokens", "list_split_tokens"):
+        monkeypatch.setattr(MlaSm90Spec, name, N)
+    monkeypatch.setattr(MlaSm90Spec, "max_splits", MAX_SPLITS)
+
+    def run(args: Any, *_: object) -> Any:
+        replace_launches(monkeypatch, mla_plan, sm_count=found.sm_count, seed=len(args))
+        args, problem = MLA.family.validate(args)
+        on_gpu = replace(problem, device=torch.device("cuda", 0))
+        launcher = MLA.plan(args, on_gpu, current_settings())
+        found.num_slots.append(launcher.plan.num_slots)
+        results = MLA.launch(replace(launcher, problem=problem), args)
+        assert not beside[: SEMAPHORE_BYTES // 4].any()
+        return results
+
+    monkeypatch.setattr(MLA, "run", run)
+    return found
+
+
+FORMS: dict[str, tuple[Form, Facts]] = {
+    "64 rows": (inv.mla, Facts(heads=64)),
+    "16 rows, 2 tokens": (inv.mla, Facts(heads=7, q_len=2)),
+    "ragged, 2 members": (inv.mla_ragged, Facts(heads=100, q_len=2)),
+    "e4m3": (inv.mla, Facts(heads=40, dtype=E4M3)),
+    "lists": (inv.mla_sparse, Facts(heads=30)),
+    "lists over fp8_ds_mla": (inv.mla_sparse, Facts(heads=64, kv="fp8_ds_mla")),
+    "pages of fp8_ds_mla": (inv.mla, Facts(heads=8, q_len=4, kv="fp8_ds_mla")),
+    "two pools": (inv.dsv4, Facts(heads=16, kv="dsv4")),
+}
+
+
+@pytest.mark.parametrize(("form", "facts"), FORMS.values(), ids=FORMS)
+def test_a_request_has_the_bits_that_it_has_alone(form: Form, facts: Facts, gpu: Gpu) -> None:
+    """Whatever the batch, SMs and workspace: in one phase or several; not without the mode."""
+    requests = inv.build(facts, LENS, "cpu")
+    expected = inv.alone(form, requests)
+    gpu.sm_count = _SM_COUNTS[1]
+    whole = Batch(of=requests, idx=torch.arange(requests.count), batch_invariant=False)
+    assert inv.differing(form, whole, expected)
+    for one, near in zip(form(replace(whole, batch_invariant=True)), form(whole), strict=True):
+        torch.testing.assert_close(one, near, atol=0.02, rtol=0.02)
+    all_slots = gpu.num_slots[-2]
+    for seed, sm_count in enumerate(_SM_COUNTS):
+        gpu.sm_count = sm_count
+        for size in (1 << 25, 1 << 19):
+            batch = inv.random_batch(requests, seed, 8, workspace_bytes=size)
+            assert inv.differing(form, batch, expected) == []
+    assert gpu.num_slots[-1] < all_slots
