@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.emulator.mla_calls import Results, computed, record_kernels, words_be
 from tests.families.launches import record_launches
 from tests.kernels import SM_80, SM_90A
 from tests.problems.dsv4 import Dsv4Case, Dsv4Problem
-from tests.problems.dsv4_cases import CASES, case
+from tests.problems.dsv4_cases import CASES, SOFTMAX_CASES, case
 from tests.sm90_tiles import smaller_tiles
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -48,6 +49,7 @@ SPLITS = [
     given("CTA groups", 6, heads=128, seq_lens=(128, 5), extra_lens=(60, 200), extra_top_k=256),
     given("CTA groups of four", 8, heads=256, seq_lens=(70,), extra_lens=(60,)),
     given("more lists than CTAs", 3, heads=33, seq_lens=(1, 128, 0, 64, 5), extra_lens=(65,) * 5),
+    given("scores of later KV blocks, 64 rows", 1, heads=64, query_magnitude=40.0, **_LONG),
     given("NaN in a split", 7, heads=64, nonfinite="scale", seq_lens=(100, 128), **_LONG),
     given("many splits of V4.1", 7, heads=64, seq_lens=(100, 128), **V41, **_LONG),
     given(
@@ -120,6 +122,13 @@ def test_every_edge_case_is_right_on_sm80(
 def test_every_edge_case_is_right_on_sm90(case: Dsv4Case, decoded: Decode) -> None:
     """Within the tolerance of float64; every byte that no list names is NaN."""
     problem = case.build("cpu")
+    problem.check(*decoded(problem))
+
+
+@pytest.mark.parametrize("case", SOFTMAX_CASES, ids=lambda case: case.name)
+def test_edge_cases_are_right_in_the_largest_tile(case: Dsv4Case, decoded: Decode) -> None:
+    """Whose PV warpgroups have the softmax, the V scales and the rope part of V."""
+    problem = replace(case, heads=64).build("cpu")
     problem.check(*decoded(problem))
 
 

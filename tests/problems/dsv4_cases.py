@@ -143,3 +143,5 @@ CASES = [
     *(*_LENGTHS, *_ENTRIES, *_PAGES, *_SIZES, *_HEADS, *_FORMS, *_SINKS, *_OTHERS, *_FORMATS),
     *_INLINE,
 ]
+# What the softmax, and the scales of K and V, depend on.
+SOFTMAX_CASES = [*_LENGTHS, *_ENTRIES, *_SIZES]

@@ -357,6 +357,11 @@ class MlaSm90Fp8KvSpec(_Fp8Spec):
         return has_few_scales and self.block_m > 32
 
     @property
+    def pv_has_softmax(self) -> bool:
+        """Whether the PV warpgroups have the softmax: a QK GEMM that dequantizes K takes long."""
+        return self.dequantizes_k
+
+    @property
     def splits_query(self) -> bool:
         """Whether a bf16 query is split into two FP8 terms, high and low."""
         return self.variant.query_dtype.is_16bit and not self.dequantizes_k

@@ -63,14 +63,14 @@ __device__ inline Chunk scale_chunk(const Chunk& chunk, float factor) {
 // adjacent elements of every 16, of which an MMA takes the first two in its lower and the others in
 // its upper half.
 __device__ inline void store_q_part(SharedMemoryPlan& smem, const QPart& part,
-                                    const QChunks& chunks) {
+                                    const QChunks& chunks, int slot) {
   u32 amax = 0;  // of the low and of the high halves of all words
 #pragma unroll
   for (int i = 0; i < kQPartTiles * 8; ++i) {
     amax = max_u16x2(amax, chunks[i / 8][i / 4 % 2].words[i % 4] & 0x7fff7fff);
   }
   const QScale q_scale(max_over_row(amax));
-  if (part.tile == 0 && part.chunk == 0) smem.query_scale[part.row] = q_scale.scale;
+  if (part.tile == 0 && part.chunk == 0) smem.query_scale[slot][part.row] = q_scale.scale;
   unsigned char* row = smem.query + part.tile * kQueryTileBytes;
   Chunk* targets[2];
 #pragma unroll
@@ -118,7 +118,7 @@ __device__ inline void load_first_q(const Params& params, const WorkCoord& coord
       const Chunk* loaded = reinterpret_cast<const Chunk*>(source + i / 2 * 2 * kTileRowBytes);
       chunks[i / 2][i % 2] = is_row ? loaded[i % 2] : Chunk{};
     }
-    store_q_part(smem, part, chunks);
+    store_q_part(smem, part, chunks, 0);
   }
   fence_proxy_async();
   __syncwarp();
@@ -132,8 +132,8 @@ __device__ inline void load_later_q(const Params& params, const WorkCoord& coord
   cp_async_mbarrier_arrive_noinc(shared_address(&smem.query_full));
 }
 
-// Converts Q in place, once its copies have arrived.
-__device__ inline void convert_q(SharedMemoryPlan& smem, int thread, int threads) {
+// Converts Q in place, once its copies have arrived, with its scales in a slot of work items.
+__device__ inline void convert_q(SharedMemoryPlan& smem, int slot, int thread, int threads) {
   QPart part(thread);
 #pragma unroll 1
   for (; part.row < kBlockM; part.row += threads / 8) {
@@ -144,7 +144,7 @@ __device__ inline void convert_q(SharedMemoryPlan& smem, int thread, int threads
       chunks[i / 2][i % 2] = *reinterpret_cast<const Chunk*>(
           tile + swizzled_offset<kTileRowBytes>(part.row, part.chunk + i % 2));
     }
-    store_q_part(smem, part, chunks);
+    store_q_part(smem, part, chunks, slot);
   }
   fence_proxy_async();
 }

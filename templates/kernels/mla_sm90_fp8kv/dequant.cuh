@@ -9,7 +9,6 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/arithmetic.cuh"
-#include "ptx/cvt.cuh"
 #include "ptx/warp_matrix.cuh"
 #include "v_scales.cuh"
 
@@ -38,10 +37,10 @@ struct VLoader {
   u32 address;  // of this lane's ldmatrix row, in tile 0
 
   // `stage` is the KV block.
-  __device__ explicit VLoader(unsigned char* stage) {
+  __device__ VLoader(unsigned char* stage, u16* v_scales) {
     const int lane = reload_lane();
     const int warp = reload_warp();
-    scales = &v_scale(stage, lane % 4 * 2, warp * kWarpDims / kScaledDims);
+    scales = &v_scales[v_scale_index(lane % 4 * 2, warp * kWarpDims / kScaledDims)];
     constexpr int kWarpsPerTile = kCodeTileDims / kWarpDims;
     address = shared_address(stage) + warp / kWarpsPerTile * kCodeTileBytes +
               swizzled_offset<kCodeTileDims>(lane, warp % kWarpsPerTile * kDimTiles);
@@ -76,48 +75,3 @@ __device__ inline void dequant_v(VFragments& v, const StoredV& stored, const VSc
     step[1] = mul_f16x2(fp16x2_of_high_e4m3x2(transposed), scale);
   }
 }
-
-// The rope part of V, in bf16, which the last warp has. A word is two dims of a token, so lanes
-// load the words that they need: dims 2g and 2g + 1 of tokens 2c, 2c + 1, 2c + 8 and 2c + 9.
-struct RopeVLoader {
-  using Stored = u32[kVTokens / 4];
-
-  const unsigned char* stage;
-  u32 offset;  // of this lane's first word, in tile 0
-  float scale;
-
-  __device__ RopeVLoader(const unsigned char* stage, float shared_scale)
-      : stage(stage), scale(shared_scale) {
-    const int lane = reload_lane();
-    offset = kRopeTileOffset + swizzled_offset<kTileRowBytes>(lane % 4 * 2, lane / 16) +
-             lane / 4 % 4 * sizeof(u32);
-  }
-
-  // A tile of dims is two chunks of a row. In the next row they are in reverse order.
-  __device__ void load(Stored& loaded, int pv_step) const {
-    const u32 even_row = offset ^ (dim_tile_of(pv_step) * 2 * kChunkBytes);
-    const u32 odd_row = (even_row ^ kChunkBytes) + kTileRowBytes;
-#pragma unroll
-    for (int i = 0; i < kVTokens / 4; ++i) {
-      const int token = token_half_of(pv_step) * kVTokens + i / 2 * 8;
-      loaded[i] = *reinterpret_cast<const u32*>(stage + (i % 2 == 0 ? even_row : odd_row) +
-                                                token * kTileRowBytes);
-    }
-  }
-
-  __device__ void dequant(VFragments& v, const Stored& stored) const {
-#pragma unroll
-    for (int i = 0; i < kVTokens / 8; ++i) {
-      u32* step = v + i * 2;
-      const u32 low = stored[i * 2];
-      const u32 high = stored[i * 2 + 1];
-#pragma unroll
-      for (int dim = 0; dim < 2; ++dim) {
-        step[dim] =
-            cvt_rn_x2_f32(Fp16{}, cvt_f32(Bf16{}, static_cast<u16>(high >> dim * 16)) * scale,
-                          cvt_f32(Bf16{}, static_cast<u16>(low >> dim * 16)) * scale);
-      }
-    }
-  }
-};
-static_assert(kVFragmentWords == kVTokens / 4, "as many words are loaded as converted");

@@ -11,12 +11,11 @@
 #include "ptx/warp_matrix.cuh"
 #include "v_scales.cuh"
 
-// K fragments: the A operand of S^T = K Q^T. A fragment has the 16 tokens of a warp and 32 dims:
-// two MMAs.
+// K fragments: the A operand of S^T = K Q^T. A fragment has the 16 tokens of a warp and 16 dims;
+// ldmatrix loads two.
 constexpr int kKDims = 32;
 constexpr int kKSteps = kCodeDims / kKDims;
-constexpr int kKFragmentWords = kKDims / 16 * 4;
-using KFragments = u32[kKFragmentWords];
+using KFragment = u32[4];
 using StoredK = u32[4];
 
 // ldmatrix loads four matrices of eight tokens and 16 dims; of each, a lane gets dims 4c to 4c + 3
@@ -42,16 +41,13 @@ struct KFragmentLoader {
 
 // A lane has four adjacent dims of a token in a word. An MMA takes two of them in the lower and two
 // in the upper half of its 16: Q is stored in this order.
-__device__ inline void dequant_k(KFragments& k, const StoredK& stored, const KScales& scales,
-                                 int step) {
+__device__ inline void dequant_k(KFragment& k, const StoredK& stored, const KScales& scales,
+                                 int step, int half) {
 #pragma unroll
   for (int token = 0; token < 2; ++token) {
     const u32 scale = scales.fp16x2(token, step * kKDims / kScaledDims);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const u32 word = stored[i * 2 + token];
-      k[i * 4 + token] = mul_f16x2(fp16x2_of_e4m3x2(word & 0xffff), scale);
-      k[i * 4 + 2 + token] = mul_f16x2(fp16x2_of_high_e4m3x2(word), scale);
-    }
+    const u32 word = stored[half * 2 + token];
+    k[token] = mul_f16x2(fp16x2_of_e4m3x2(word & 0xffff), scale);
+    k[2 + token] = mul_f16x2(fp16x2_of_high_e4m3x2(word), scale);
   }
 }

@@ -17,6 +17,7 @@
 #include "load_query.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/wgmma.cuh"
+#include "pv_block_softmax.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
@@ -25,17 +26,15 @@
 
 // Row sum l, computed by the PV warpgroups, which are less loaded than the QK warpgroup: every
 // thread sums some tokens of one row of P.
-constexpr int kThreadsPerRow = kPvThreads / kBlockM;
 constexpr int kBytesPerThread = kTileRowBytes / kThreadsPerRow;  // of a row of P
-static_assert(kThreadsPerRow * kBlockM == kPvThreads, "threads share the rows");
 
 struct RowSum {
   float row_sum = 0.0f;  // over this thread's tokens, times the shared scale as O is
 
   __device__ static int row() { return reload_tid() / kThreadsPerRow; }
 
-  // Adds P of the KV block in `stage`.
-  __device__ void add(const SharedMemoryPlan& smem, int stage) {
+  // Adds P of the KV block in `stage`; P is in `buffer`.
+  __device__ void add(const SharedMemoryPlan& smem, int stage, int buffer) {
     const int first = reload_tid() % kThreadsPerRow * kBytesPerThread;
     float sum = 0.0f;
 #pragma unroll
@@ -43,10 +42,10 @@ struct RowSum {
       const int byte = first + byte_offset;
       const u32 offset = swizzled_offset<kTileRowBytes>(row(), byte / kChunkBytes);
       const uint2 loaded =
-          *reinterpret_cast<const uint2*>(smem.probabilities[stage] + offset + byte % kChunkBytes);
+          *reinterpret_cast<const uint2*>(smem.probabilities[buffer] + offset + byte % kChunkBytes);
       sum += sum_of_pair(loaded.x) + sum_of_pair(loaded.y);
     }
-    row_sum = fmaf(sum, smem.block_scale[stage], row_sum);
+    row_sum = fmaf(sum, shared_scale_of(smem, stage), row_sum);
   }
 
   __device__ static float sum_of_pair(u32 pair) {
@@ -67,7 +66,7 @@ struct RowSum {
     if (reload_tid() % kThreadsPerRow != 0) return;
     smem.row_sum[stage][row()] = sum;
     // |O| <= l * max |V|.
-    const float amax = sum * inverse_of_pow2(smem.row_shared_scale[stage]) * kMaxV;
+    const float amax = sum * inverse_of_pow2(last_shared_scale(smem, stage)) * kMaxV;
     smem.row_scale[stage][row()] = fp16_scale(amax);
   }
 };
@@ -138,10 +137,10 @@ struct PvWarpgroup {
 
   // The same with a rope part in V: the last warp has no codes. Both paths of a step end before its
   // MMAs, which all warps issue together.
-  __device__ void pv_gemm_with_rope(int stage) {
-    const u32 p_desc = descriptor_low(shared_address(smem.probabilities[stage]));
-    const VLoader v_loader(smem.kv[stage]);
-    const RopeVLoader rope_loader(smem.kv[stage], smem.block_scale[stage]);
+  __device__ void pv_gemm_with_rope(int stage, int buffer) {
+    const u32 p_desc = probabilities_desc(smem, buffer);
+    const VLoader v_loader(smem.kv[stage], v_scales_at(smem, stage, buffer));
+    const RopeVLoader rope_loader(smem.kv[stage], shared_scale_of(smem, stage));
     const bool has_rope = __any_sync(~0u, reload_warp() == kPvWarps - 1);
     RopeVLoader::Stored stored_rope;
     StoredV stored;
@@ -166,16 +165,16 @@ struct PvWarpgroup {
       __syncwarp();
       pv_mma(fragments, p_desc, half, dim_tile_of(pv_step));
     }
-    row_sum.add(smem, stage);
+    row_sum.add(smem, stage, buffer);
     wgmma_wait_group<0>();
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) wgmma_fence_operand(accumulators[tile]);
   }
 
   // Loads and dequantizes the V fragments of a step while the preceding MMAs are in flight.
-  __device__ void pv_gemm(int stage) {
-    const u32 p_desc = descriptor_low(shared_address(smem.probabilities[stage]));
-    const VLoader v_loader(smem.kv[stage]);
+  __device__ void pv_gemm(int stage, int buffer) {
+    const u32 p_desc = probabilities_desc(smem, buffer);
+    const VLoader v_loader(smem.kv[stage], v_scales_at(smem, stage, buffer));
     StoredV stored;
     VFragments v[kVBuffers];
     VScales scales;
@@ -190,25 +189,23 @@ struct PvWarpgroup {
       dequant_v(v[pv_step % kVBuffers], stored, scales);
       pv_mma(v[pv_step % kVBuffers], p_desc, half, dim_tile_of(pv_step));
     }
-    row_sum.add(smem, stage);
+    row_sum.add(smem, stage, buffer);
     wgmma_wait_group<0>();
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) wgmma_fence_operand(accumulators[tile]);
   }
 
-  __device__ void process_block(u32& blocks_done, u32 end) {
+  __device__ void process_block(const Params& params, u32& blocks_done, u32 end) {
     const int stage = stage_of<kStages>(blocks_done);
-    wait(smem.probabilities_full[stage], phase_of<kStages>(blocks_done));
-    if (kDelaysPv && __any_sync(~0u, blocks_done + 1 != end)) {
-      wait(smem.scores_full[stage_of<kStages>(blocks_done + 1)],
-           phase_of<kStages>(blocks_done + 1));
+    const int buffer = stage_of<kPBuffers>(blocks_done);
+    if (__any_sync(~0u, finish_softmax(params, smem, work, blocks_done, end))) {
+      rescale(stage);
     }
-    if (__any_sync(~0u, smem.needs_rescale[stage] != 0)) rescale(stage);
     if constexpr (!kIsSparse) clear_masked(stage, blocks_done);  // top-k tokens: no causal mask
     if constexpr (kHasRopeInV) {
-      pv_gemm_with_rope(stage);
+      pv_gemm_with_rope(stage, buffer);
     } else {
-      pv_gemm(stage);
+      pv_gemm(stage, buffer);
     }
     __syncwarp();
     if (reload_lane() == 0) arrive(smem.kv_empty[stage]);
@@ -224,10 +221,10 @@ struct PvWarpgroup {
   }
 
   // The any-sync makes stages and descriptors warp-uniform.
-  __device__ void process_work(u32& blocks_done) {
+  __device__ void process_work(const Params& params, u32& blocks_done) {
     const u32 end = blocks_done + warp_uniform(work.num_kv_blocks);
 #pragma unroll 1
-    while (__any_sync(~0u, blocks_done != end)) process_block(blocks_done, end);
+    while (__any_sync(~0u, blocks_done != end)) process_block(params, blocks_done, end);
   }
 };
 
@@ -237,10 +234,10 @@ __device__ inline void pv_loop(const Params& params, const WorkCoord& first_work
   load_first_q(params, first_work, smem, smem.first_query_full, static_cast<int>(threadIdx.x),
                kPvThreads);
   u32 blocks_done = 0;  // KV blocks, over all work items
-  pv_work_loop<kStoredRopeDim == 0>(params, smem, [&](const WorkItem& work, u32) {
+  pv_work_loop<kStoredRopeDim == 0 || kPvHasSoftmax>(params, smem, [&](const WorkItem& work, u32) {
     PvWarpgroup pv_warpgroup(smem, work, blocks_done);
-    pv_warpgroup.process_work(blocks_done);
-    wait(smem.row_state_full[work_slot(work.work_idx)], work_phase(work.work_idx));
+    pv_warpgroup.process_work(params, blocks_done);
+    finish_row_max(smem, work);
     pv_warpgroup.row_sum.publish(smem, work_slot(work.work_idx));
     // All row sums are published, and a NaN/Inf that either PV warpgroup found counts for both.
     named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);

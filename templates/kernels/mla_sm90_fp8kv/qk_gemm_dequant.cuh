@@ -2,70 +2,63 @@
 
 #pragma once
 
-#include "common/params.cuh"
 #include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "dequant_k.cuh"
 #include "kv_scales.cuh"
+#include "ptx/sync.cuh"
 #include "ptx/wgmma.cuh"
 #include "qk_gemm_rope.cuh"
-#include "softmax.cuh"
+#include "score_limits.cuh"
 #include "v_scales.cuh"
 
-// Double-buffered K fragments: dequantization overlaps the MMAs in flight.
-constexpr int kKBuffers = 2;
+// Buffers of K fragments, of an MMA each: dequantization overlaps the MMAs in flight.
+constexpr int kKBuffers = 4;
 
 struct QkGemm {
+  u32 k_desc;
   u32 q_desc;
 
-  // Issues the MMAs of the rope part.
-  __device__ QkGemm(Scores& scores, u32 k_desc, u32 q_desc) : q_desc(q_desc) {
-    if constexpr (kStoredRopeDim > 0) qk_gemm_rope(scores, k_desc, q_desc);
-  }
-
-  // Completes the scores. While MMAs are in flight, takes the rope elements for the shared scale of
-  // V.
-  __device__ void finish(const Params&, Scores& scores, const KScales& scales,
-                         ThreadScales& thread_scales, const unsigned char* stage) const {
+  // Computes the scores: first those of the codes, relative to the largest scale of their token.
+  __device__ void compute(Scores& scores, const KScales& scales, const unsigned char* stage) const {
     const KFragmentLoader stored_k(stage, QkThread());
     StoredK stored[2];
     stored_k.load(stored[0], 0);
-    if constexpr (kStoredRopeDim > 0) {
-      wgmma_wait_group<0>();
-      wgmma_fence_operand(scores);
-#pragma unroll
-      for (int i = 0; i < kBlockM / 2; ++i) scores[i] *= scales.inverse_score_factor(i / 2 % 2);
-    }
     wgmma_fence_operand(scores);
-    KFragments k[kKBuffers];
+    KFragment k[kKBuffers];
 #pragma unroll
     for (int step = 0; step < kKSteps; ++step) {
-      KFragments& fragments = k[step % kKBuffers];
       if (step + 1 < kKSteps) stored_k.load(stored[(step + 1) % 2], step + 1);
-      if (step >= kKBuffers) wgmma_wait_group<kKBuffers - 1>();
-      dequant_k(fragments, stored[step % 2], scales, step);
-      add_step(scores, fragments, step);
-      if (kHasRopeInV && step % 2 == 0) thread_scales.add_rope(step / 2);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int mma = step * 2 + half;
+        KFragment& fragment = k[mma % kKBuffers];
+        if (mma >= kKBuffers) wgmma_wait_group<kKBuffers - 1>();
+        dequant_k(fragment, stored[step % 2], scales, step, half);
+        add_mma(scores, fragment, mma);
+      }
     }
+    if constexpr (kStoredRopeDim > 0)
+      fence_proxy_async();  // its MMAs read what cp.async has written
     wgmma_wait_group<0>();
     wgmma_fence_operand(scores);
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; ++i) scores[i] *= scales.score_factor(i / 2 % 2);
+    if constexpr (kStoredRopeDim > 0) {
+      qk_gemm_rope<true>(scores, k_desc, q_desc);
+      wgmma_wait_group<0>();
+      wgmma_fence_operand(scores);
+    }
   }
 
-  // Issues the MMAs over the dims of one step.
-  __device__ void add_step(Scores& scores, const KFragments& k, int step) const {
-    constexpr int kTileSteps = kTileRowBytes / (kKDims * kQueryBytes);
-    const u32 q_step = q_desc + descriptor_step(step / kTileSteps * kQueryTileBytes +
-                                                step % kTileSteps * kKDims * kQueryBytes);
+  // Issues the MMA over 16 dims.
+  __device__ void add_mma(Scores& scores, const KFragment& k, int mma) const {
+    constexpr int kTileMmas = kTileRowBytes / (16 * kQueryBytes);
+    const u32 q_mma = q_desc + descriptor_step(mma / kTileMmas * kQueryTileBytes +
+                                               mma % kTileMmas * 16 * kQueryBytes);
     wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kKDims / 16; ++i) {
-      wgmma_mma(Fp16{}, scores, k + i * 4,
-                smem_desc_sw128(q_step + descriptor_step(i * 16 * kQueryBytes)),
-                kStoredRopeDim > 0 || step + i > 0);
-    }
+    wgmma_mma(Fp16{}, scores, k, smem_desc_sw128(q_mma), mma > 0);
     wgmma_commit_group();
   }
 };

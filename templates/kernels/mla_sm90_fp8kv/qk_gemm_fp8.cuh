@@ -9,7 +9,7 @@
 #include "kv_scales.cuh"
 #include "ptx/wgmma.cuh"
 #include "qk_gemm_rope.cuh"
-#include "softmax.cuh"
+#include "score_limits.cuh"
 
 // Q of a tile of K: hi terms in a tile, lo terms in the next one, or a row of both in one tile.
 // Interleaved ones are read as rows of 64 bytes each.

@@ -6,13 +6,14 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/wgmma.cuh"
-#include "softmax.cuh"
+#include "score_limits.cuh"
 
 // K dimension of an FP8 MMA.
 constexpr int kStepElements = 32;
 constexpr int kHalfTileBytes = kTileRowBytes / 2;  // hi terms, then lo terms of a rope row
 
-// Issues the QK GEMM over the rope part, whose scores overwrite those of `scores`.
+// Issues the QK GEMM over the rope part, whose scores overwrite those of `scores`, or add to them.
+template <bool kAdds = false>
 __device__ inline void qk_gemm_rope(Scores& scores, u32 k_desc, u32 q_desc) {
   k_desc += descriptor_step(kRopeTileOffset);
   q_desc += descriptor_step(kCodeTiles * kQueryTileBytes);
@@ -23,7 +24,7 @@ __device__ inline void qk_gemm_rope(Scores& scores, u32 k_desc, u32 q_desc) {
     for (int k = 0; k < kStoredRopeDim / 16; ++k) {
       const u32 k_offset = descriptor_step(k * 32);
       wgmma_mma(Bf16{}, scores, smem_desc_sw128(k_desc + k_offset),
-                smem_desc_sw128(q_desc + k_offset), k > 0);
+                smem_desc_sw128(q_desc + k_offset), kAdds || k > 0);
     }
   } else {
 #pragma unroll

@@ -15,6 +15,7 @@
 #include "ptx/sync.cuh"
 #include "qk_gemm.cuh"
 #include "scheduler/tile_scheduler.cuh"
+#include "score_limits.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
 #include "softmax/online_softmax.cuh"

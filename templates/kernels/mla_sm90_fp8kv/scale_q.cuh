@@ -23,7 +23,7 @@ __device__ inline void load_q(const Params& params, const WorkCoord& coord, Shar
                [&](int row, bool is_row, i64 query, int lane) {
                  if (lane != 0) return;
                  const bool is_scaled = is_row && params.query_scales != nullptr;
-                 smem.query_scale[row] = is_scaled ? params.query_scales[query] : 1.0f;
+                 smem.query_scale[0][row] = is_scaled ? params.query_scales[query] : 1.0f;
                });
 }
 

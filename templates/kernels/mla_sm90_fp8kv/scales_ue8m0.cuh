@@ -87,12 +87,16 @@ struct KScales {
     const float factor = pow2_of_ue8m0(largest[half] - kScoreFactorBias);
     return is_nan[half] ? __uint_as_float(0x7fffffff) : factor;
   }
-  __device__ float inverse_score_factor(int half) const {
-    return pow2_of_ue8m0(254 + kScoreFactorBias - largest[half]);
-  }
   static constexpr u32 kScoreFactorBias = kMaxFp16Exponent + 26;
   static_assert(kKScaleFactor == 0x1p-26f, "the bias of the code of a score factor includes it");
 };
+
+// The code of a scale for rope elements whose amax is in either half, as bf16 bits: scaled like 448
+// times the scale, they are below kMaxV. -1 for a NaN.
+__device__ inline int code_of_rope_amax(u32 amax) {
+  const int exponent = static_cast<int>(max(amax & 0xffff, amax >> 16) >> 7);
+  return exponent == kUe8m0Nan ? -1 : exponent - 8;
+}
 
 // Scales of two or four groups from that of c = lane % 4 on, which this thread stores as V scales.
 struct ThreadScales {
@@ -146,11 +150,7 @@ struct ThreadScales {
     }
   }
 
-  // The code of a scale for the rope elements: scaled like 448 times it, they are below kMaxV.
-  __device__ int code_of_rope() const {
-    const int exponent = static_cast<int>(max(rope_amax & 0xffff, rope_amax >> 16) >> 7);
-    return exponent == kUe8m0Nan ? -1 : exponent - 8;
-  }
+  __device__ int code_of_rope() const { return code_of_rope_amax(rope_amax); }
 
   __device__ bool exceeds_max_scaled(float shared_scale) const {
     return pow2_of_ue8m0(static_cast<u32>(max(largest_code(), 0))) * shared_scale >= kMaxScaled;

@@ -10,12 +10,25 @@
 #include "scheduler/tile_scheduler.cuh"
 
 // A stage is a KV block with its P and alpha; as many as fit beside Q and everything else, which is
-// at most 20 words per row and 2 KiB.
-constexpr int kStageBytes = kKvBlockBytes + kQueryTileBytes + kBlockM * sizeof(float);
+// at most 20 words per row and 2 KiB. If the PV warpgroups have the softmax, scores of one KV
+// block, and P and V scales of two, lie beside the stages.
+constexpr int kScoresBytes = kBlockM * kBlockN * sizeof(float);
+constexpr int kVScalesBytes = kBlockN * kTokenScaleBytes;
+constexpr int kStageBytes =
+    kKvBlockBytes + (kPvHasSoftmax ? 0 : kQueryTileBytes) + kBlockM * sizeof(float);
+constexpr int kBesideBytes =
+    kPvHasSoftmax ? 2 * kQueryTileBytes + kScoresBytes + 2 * kVScalesBytes : 0;
 constexpr int kOtherBytes = 2048 + kBlockM * 80;
 constexpr int kStagesBytes = kSharedBytes - kTiles * kQueryTileBytes - kOtherBytes;
-constexpr int kStages = kStagesBytes / kStageBytes;
-constexpr int kSpareBytes = kStagesBytes - kStages * kStageBytes;
+constexpr int kStages = (kStagesBytes - kBesideBytes) / kStageBytes;
+constexpr int kPBuffers = kPvHasSoftmax ? 2 : kStages;
+constexpr int kSpareBytes =
+    kStagesBytes - kStages * kStageBytes - (kPvHasSoftmax ? kPBuffers * kQueryTileBytes : 0);
+
+// Slots of query scales: PV warps that have the softmax read those of a work item while the QK
+// warps convert Q of the next one.
+constexpr int kQueryScaleSlots = kPvHasSoftmax ? 2 : 1;
+constexpr int kSoftmaxWarps = kPvHasSoftmax ? kPvWarps : kQkWarps;
 
 // Softmax of a row: scale of its scores to the log2 domain, and the stale row max in the log2
 // domain.
@@ -27,14 +40,14 @@ struct alignas(8) SoftmaxRow {
 struct SharedMemoryPlan {
   unsigned char query[kTiles * kQueryTileBytes];
   unsigned char kv[kStages][kKvBlockBytes];
-  unsigned char probabilities[kStages][kQueryTileBytes];
-  unsigned char spare[kSpareBytes];  // for the split reduction only
-  float query_scale[kBlockM];  // dequantization scale of the rows of Q
-  alignas(kChunkBytes) SoftmaxRow rows[kBlockM];  // of the work item in the QK warpgroup
+  unsigned char probabilities[kPBuffers][kQueryTileBytes];
+  unsigned char spare[kSpareBytes];  // for the split reduction; scores, then V scales
+  float query_scale[kQueryScaleSlots][kBlockM];  // dequantization scale of the rows of Q
+  alignas(kChunkBytes) SoftmaxRow rows[kBlockM];  // of the work item in the softmax
   float warp_row_max[kQkWarps][kBlockM];  // each warp's maximum of a row
   float alpha[kStages][kBlockM];  // alpha of the KV block, for O and l
-  float warp_scale_amax[kQkWarps];  // each warp's amax of the V scales
-  float shared_scale;  // power of two on the V scales, of the work item in the QK warpgroup
+  float warp_scale_amax[kSoftmaxWarps];  // each warp's amax of the V scales
+  float shared_scale;  // power of two on the V scales, of the work item in the softmax
   float block_scale[kStages];  // `shared_scale` as of the KV block
   float row_max[2][kBlockM];  // of a whole work item
   float row_sum[2][kBlockM];
@@ -58,6 +71,7 @@ struct SharedMemoryPlan {
   // Whether a row of the work item attends to a NaN/Inf in V. A flag per slot: one PV warpgroup may
   // reach the next work item before the other resets the flag of this one.
   int has_nonfinite[2];
+  Barrier scores_empty;  // of PV warps that have the softmax
 };
 // The split reduction aliases Q, KV and P: a CTA combines after its last work item only.
 constexpr int kCombineSmemBytes = sizeof(SharedMemoryPlan::query) + sizeof(SharedMemoryPlan::kv) +
@@ -80,6 +94,7 @@ __device__ inline void init_kv_barriers(SharedMemoryPlan& smem) {
     init_barrier(smem.scores_full[stage], kQkWarps);
     init_barrier(smem.probabilities_full[stage], kQkWarps);
   }
+  if constexpr (kPvHasSoftmax) init_barrier(smem.scores_empty, kPvWarps);
   for (int stage = 0; stage < 2; ++stage) init_barrier(smem.row_state_full[stage], kQkWarps);
   for (int stage = 0; stage < 2; ++stage) smem.has_nonfinite[stage] = 0;
 }

@@ -13,20 +13,9 @@
 #include "ptx/cvt.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/warp_matrix.cuh"
+#include "score_limits.cuh"
 #include "shared_memory.cuh"
 #include "v_scales.cuh"
-
-// A thread holds two of every eight adjacent rows, and of a warp's 16 tokens g and g + 8 with
-// g = lane / 4.
-using Scores = float[kBlockM / 2];
-
-// Max offset: an update of the row max makes the largest probability of a row 2^6, in fp16. The
-// next update is due when a probability exceeds 2^14.
-constexpr float kMaxOffset = 6.0f;  // log2 domain
-constexpr u32 kMaxProbabilityFp16 = 0x7400;  // as fp16
-
-// Replaces a score scale of 0: a masked score is infinite, and 0 * infinity is NaN.
-constexpr float kTinyScale = 0x1p-126f;
 
 // Two adjacent rows.
 struct RowPair {
@@ -62,7 +51,7 @@ struct Softmax {
     const int row = reload_tid() % kQkThreads;
     if (row == 0) smem.shared_scale = kInitialSharedScale;
     if (row < kBlockM) {
-      const float score_scale = scale * smem.query_scale[row];
+      const float score_scale = scale * smem.query_scale[0][row];
       smem.rows[row] = {score_scale == 0.0f ? kTinyScale : score_scale, -kFloatMax};
     }
     named_barrier_sync(NamedBarrier::QkSynced, kQkThreads);

@@ -168,7 +168,7 @@ __device__ inline void split_q(SharedMemoryPlan& smem, int thread, int num_threa
       amax = max_u16x2(amax, __shfl_xor_sync(~0u, amax, lanes));
     }
     const QScale q_scale(max(amax & 0xffff, amax >> 16));
-    if (lane == 0) smem.query_scale[row] = q_scale.scale;
+    if (lane == 0) smem.query_scale[0][row] = q_scale.scale;
     constexpr int kWholeSteps = kCodeTiles / kTilesPerStep * kTilesPerStep;
 #pragma unroll 1
     for (int tile = 0; tile < kWholeSteps; tile += kTilesPerStep) {

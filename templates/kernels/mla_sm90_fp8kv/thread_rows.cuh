@@ -1,4 +1,4 @@
-// Softmax state of the rows of a thread: the QK warpgroup publishes it.
+// Softmax state of the rows of a thread: the warps that have the softmax publish it.
 
 #pragma once
 

@@ -36,8 +36,12 @@ __device__ constexpr int v_scale_index(int token, int group) {
          token % 2;
 }
 
+__device__ inline u16* v_scales_of(unsigned char* stage) {
+  return reinterpret_cast<u16*>(stage + kScalesOffset);
+}
+
 __device__ inline u16& v_scale(unsigned char* stage, int token, int group) {
-  return reinterpret_cast<u16*>(stage + kScalesOffset)[v_scale_index(token, group)];
+  return v_scales_of(stage)[v_scale_index(token, group)];
 }
 
 // Lane and warp of a QK thread, read once per KV block: reading %tid takes as long as an MMA.
