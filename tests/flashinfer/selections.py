@@ -33,6 +33,7 @@ SELECTIONS = (
     Selection("test_xqa_batch_decode.py", pieces=2),
     Selection("test_batch_decode_kernels.py", keyword="not single", pieces=2, tests_wrapper=True),
     Selection("test_tensor_cores_decode.py", keyword="batch", pieces=2, tests_wrapper=True),
+    Selection("test_batch_invariant_fa2.py", keyword="decode", tests_wrapper=True),
     Selection("test_trtllm_gen_attention_decode.py", "10.0", pieces=8),
     Selection("test_deepseek_mla.py", "10.0", "cutlass"),
     Selection("test_mla_decode_kernel.py"),
