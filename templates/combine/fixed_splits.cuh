@@ -20,11 +20,9 @@
 
 // Called by the PV warps after the work items of the CTA, or of a phase, when no warp uses Q and
 // KV. The sum of a row takes its splits in an order that the length of its sequence determines.
-__device__ inline void combine_fixed_splits(const Params& params, SharedMemoryPlan& smem) {
+__device__ __noinline__ inline void combine_fixed_splits(const Params& params, SharedMemoryPlan& smem) {
   const ReduceGroup all = {-1};
-  const int cta = static_cast<int>(blockIdx.x);
-  const int rank_in_group = cta - div_by_group_size(params, cta) * params.cta_group_size;
-  TileScheduler scheduler(params, smem.scheduler_storage.range, rank_in_group,
+  TileScheduler scheduler(params, smem.scheduler_storage.range, cta_rank_in_group(params),
                           smem.scheduler_storage.initial_state);
   bool waits = has_phases(smem.scheduler_storage);  // or has a split to combine
   bool has_waited = false;

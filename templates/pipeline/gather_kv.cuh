@@ -14,7 +14,6 @@
 #include "pipeline/load_q.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/mov.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "seq_info.cuh"
@@ -208,14 +207,6 @@ __device__ inline void init_work_barriers(const SharedMemoryPlan& smem) {
 }
 
 __device__ inline bool is_scheduler_warp() { return reload_warp() == kPvWarps; }
-
-// Rank of this CTA in its CTA group, recomputed where it is used so that it holds no register.
-__device__ inline int cta_rank_in_group(const Params& params) {
-  u32 index = blockIdx.x;
-  mov_b32(index);
-  const int cta = static_cast<int>(index);
-  return cta - div_by_group_size(params, cta) * params.cta_group_size;
-}
 
 // Publishes work item `work_idx` to all warps.
 __device__ inline void publish_work(const Params& params, int rank_in_group, u32 work_idx,

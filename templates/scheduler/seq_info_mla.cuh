@@ -10,6 +10,7 @@
 #include "common/ragged_tiles.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "ptx/mov.cuh"
 
 // In a sparse call every query token is a sequence of its own, and its length is its `topk_length`.
 // A template: dense kernels lack these parameters.
@@ -107,6 +108,14 @@ __device__ inline void split_seq(const KernelParams& params, SeqInfo& seq_info) 
 __device__ inline int div_by_group_size(const Params& params, u32 count) {
   return static_cast<int>(params.cta_group_size == 3 ? count / 3
                                                      : count >> params.cta_group_size / 2);
+}
+
+// Rank of this CTA in its CTA group, recomputed where it is used so that it holds no register.
+__device__ inline int cta_rank_in_group(const Params& params) {
+  u32 index = blockIdx.x;
+  mov_b32(index);
+  const int cta = static_cast<int>(index);
+  return cta - div_by_group_size(params, cta) * params.cta_group_size;
 }
 
 // `seq_len` is seq_len_of(seq_idx).
