@@ -96,13 +96,13 @@ struct PvSoftmax {
   // Stores P and V scales for the GEMMs of both PV warpgroups. The fast path uses the stale row max
   // and the stale shared scale of V. On the first KV block of a work item, or if a probability or a
   // V scale exceeds its limit, the slow path updates both. Returns whether O needs a rescale.
-  __device__ bool process(const Params& params, int slot, bool is_first) {
+  __device__ bool process(const Params& params, const WorkItem& work, bool is_first) {
     const int row = RowQuarter().row;
     SoftmaxRow state = smem.rows[row];
     float shared_scale = smem.shared_scale;
     if (__any_sync(~0u, is_first)) {
-      const float score_scale =
-          ::score_scale(params) * (kLog2E / kKScaleFactor) * smem.query_scale[slot][row];
+      const float score_scale = ::score_scale(params) * (kLog2E / kKScaleFactor) *
+                                smem.query_scale[work_slot(work.work_idx)][row];
       state = {score_scale == 0.0f ? kTinyScale : score_scale, -kFloatMax};
       shared_scale = kInitialSharedScale;
     }
@@ -112,9 +112,9 @@ struct PvSoftmax {
       ThreadScores scores;
       load_scores(scores, state.score_scale);
       if (__any_sync(~0u, needs_update)) update_row_max(scores, state, shared_scale);
+      bool is_exceeded = store_probabilities(scores, state);
       token.store(smem.kv[stage], v_scales_at(smem, stage, buffer), shared_scale);
-      const bool is_exceeded =
-          store_probabilities(scores, state) || token.exceeds_max_scaled(shared_scale);
+      is_exceeded |= token.exceeds_max_scaled(shared_scale);
       const bool exceeds =
           named_barrier_sync_or(NamedBarrier::PvWarpsSynced, kPvThreads, is_exceeded);
       if (__any_sync(~0u, needs_update || !exceeds)) break;
@@ -185,7 +185,7 @@ __device__ inline bool finish_softmax(const Params& params, SharedMemoryPlan& sm
   wait(smem.scores_full[stage], phase_of<kStages>(blocks_done));
   PvSoftmax softmax(smem, stage, stage_of<kPBuffers>(blocks_done));
   const bool is_first = end - blocks_done == static_cast<u32>(work.num_kv_blocks);
-  return softmax.process(params, work_slot(work.work_idx), is_first);
+  return softmax.process(params, work, is_first);
 }
 
 // Publishes the row max of a work item, lowered by the log2 of the shared scale, since O and l
