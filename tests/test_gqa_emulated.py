@@ -123,6 +123,15 @@ CASES = [
         window=50,
         **E4M3_32_ROWS | INLINE_SCALES,
     ),
+    given(
+        "token scales of all magnitudes",
+        2,
+        seq_lens=(700, 90),
+        kv="int8",
+        q_len=3,
+        scale_spread=40,
+        **TOKEN_SCALES,
+    ),
     given("token scales, 256 dims", 3, seq_lens=(300, 17), kv="e5m2", head_dim=256, **TOKEN_SCALES),
     given(
         "token scales, 512 dims", 3, seq_lens=(200, 90), kv="e4m3", head_dim=512, **INLINE_SCALES
@@ -354,6 +363,16 @@ SM80_CASES = [
     given("e5m2", seq_lens=(100,), kv="e5m2", head_dim=64),
     given("int8", seq_lens=(100,), kv="int8", output_scale=0.02, head_dim=64),
     given("token scales", 3, seq_lens=(100, 17, 0), kv="int8", head_dim=64, **TOKEN_SCALES),
+    given(
+        "token scales of all magnitudes",
+        2,
+        seq_lens=(100, 30),
+        kv="int8",
+        dtype=FP16,
+        scale_exponent=-30,
+        scale_spread=40,
+        **TOKEN_SCALES,
+    ),
     given(
         "token scales in a row", 2, seq_lens=(70,), kv="e4m3", dtype=FP16, q_len=3, **INLINE_SCALES
     ),
@@ -602,23 +621,28 @@ def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:
             ("16-bit", 512, 16, math.nan),
             ("16-bit", 80, 16, math.nan),
         ),
+        *(("int8 with scales", 64, 16, math.nan), ("int8 with scales", 64, 64, math.inf)),
     ],
-    ids=["16-bit", "e4m3", "e5m2", "nvfp4", "512 dims", "80 dims"],
+    ids=["16-bit", "e4m3", "e5m2", "nvfp4", "512 dims", "80 dims", "scale NaN", "scale Inf"],
 )
 def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
     kv: str, head_dim: int, page_size: int, value: float, decoded: Decode
 ) -> None:
     """NaN or Inf in V of the newest token is seen by the last query token and by no other."""
-    case = GqaCase(seq_lens=(100,), q_len=4, group=2, head_dim=head_dim, page_size=page_size, kv=kv)
-    problem = case.build("cpu")
-    expected, _ = decoded(problem, 1, 0)
-    page = int(problem.block_tables[0, 99 // case.page_size])
-    scale = problem.store.value_scale
-    value_of = problem.store.value if scale is None else scale.view(E4M3)
-    value_of[page, 99 % case.page_size] = value
-    out, _ = decoded(problem, 1, 1)
-    assert not out[0, 3].isfinite().any()
-    assert torch.equal(out[0, :3], expected[0, :3])
+    kv, _, scales = kv.partition(" with ")
+    facts: dict[str, Any] = {"head_dim": head_dim, "page_size": page_size, "kv": kv}
+    case = GqaCase(seq_lens=(100,), q_len=4, group=2, has_token_scales=bool(scales), **facts)
+    for sm80_on in (None, SM_80) if scales else (None,):
+        problem = case.build("cpu")
+        expected, _ = decoded(problem, 1, 0, sm80_on=sm80_on)
+        page = int(problem.block_tables[0, 99 // case.page_size])
+        value_of = problem.store.value
+        if (scale := problem.store.value_scale) is not None:
+            value_of = scale if scales else scale.view(E4M3)
+        value_of[page, 99 % case.page_size] = value
+        out, _ = decoded(problem, 1, 1, sm80_on=sm80_on)
+        assert not out[0, 3].isfinite().any()
+        assert torch.equal(out[0, :3], expected[0, :3])
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -88,9 +88,7 @@ def _gqa_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
     pairs = list(zip(inputs.keys, inputs.values, strict=True))
     caches = [(keys.data, values.data) for keys, values in pairs]
     scales = [
-        None
-        if keys.block_scales is None or values.block_scales is None
-        else (keys.block_scales, values.block_scales)
+        None if keys.scales is None or values.scales is None else (keys.scales, values.scales)
         for keys, values in pairs
     ]
 

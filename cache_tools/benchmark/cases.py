@@ -11,7 +11,7 @@ from functools import cached_property
 from random import Random
 from statistics import NormalDist
 
-from mlagen.spec.dtype import DType
+from mlagen.spec.dtype import TOKEN_SCALE_BYTES, DType
 from mlagen.spec.mla.variant import output_dtype
 
 FAMILIES = ("mla", "gqa")
@@ -215,6 +215,8 @@ class Case:
         row_bytes = self.kv_dtype.row_bytes(width)
         if self.kv_dtype is DType.NVFP4:
             row_bytes += width // NVFP4_BLOCK  # a scale of one byte per block
+        if self.kv_dtype.has_token_scales:
+            row_bytes += 2 * TOKEN_SCALE_BYTES
         return self._read_tokens * self.kv_heads * row_bytes
 
     @property

@@ -8,7 +8,7 @@ import torch
 
 from mlagen.families.common.arguments import FLOAT_DTYPES
 from mlagen.families.mla.write_rows import pack_pages
-from mlagen.spec.dtype import DType
+from mlagen.spec.dtype import TOKEN_SCALE_BYTES, DType
 
 from .cases import NVFP4_BLOCK, QK_ROPE_HEAD_DIM, Case
 from .rows import from_e2m1, in_groups, unpack
@@ -21,10 +21,10 @@ INT8_SCALE = 1 / 32
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """Stored elements, and the block scales of an NVFP4 cache."""
+    """Stored elements, and the scales of NVFP4 blocks, or of each token and KV head."""
 
     data: torch.Tensor
-    block_scales: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
 
 
 def element_scale(dtype: DType) -> float:
@@ -42,7 +42,7 @@ def random_cache(dtype: DType, shape: tuple[int, ...], generator: torch.Generato
         )
         blocks = torch.rand((*rows, head_dim // NVFP4_BLOCK), generator=generator, device=device)
         # The root mean square of e2m1 numbers is 2.9.
-        return Stored(data=data, block_scales=(blocks * 0.2 + 0.25).to(torch.float8_e4m3fn))
+        return Stored(data=data, scales=(blocks * 0.2 + 0.25).to(torch.float8_e4m3fn))
     numbers = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
     if dtype is DType.INT8:
         return Stored(data=(numbers / INT8_SCALE).round().clamp(-127, 127).to(torch.int8))
@@ -52,16 +52,35 @@ def random_cache(dtype: DType, shape: tuple[int, ...], generator: torch.Generato
     return Stored(data=numbers.to(TORCH_DTYPES[dtype]))
 
 
+def random_token_rows(
+    dtype: DType, shape: tuple[int, ...], dims: tuple[int, int], generator: torch.Generator
+) -> list[Stored]:
+    """Return keys and values of such elements in rows of vLLM: each has its scale behind it."""
+    widths = [size for dim in dims for size in (dim, TOKEN_SCALE_BYTES)]
+    rows = torch.empty((*shape, sum(widths)), dtype=torch.uint8, device=generator.device)
+    sides: list[Stored] = []
+    parts = torch.split_with_sizes(rows, widths, dim=-1)
+    for dim, codes, stored in zip(dims, parts[::2], parts[1::2], strict=True):
+        cache = random_cache(dtype.element, (*shape, dim), generator)
+        data, scales = codes.view(cache.data.dtype), stored.view(torch.float32)[..., 0]
+        data.copy_(cache.data)
+        spread = torch.rand(shape, generator=generator, device=generator.device) + 0.5
+        scales.copy_(spread * element_scale(dtype.element))
+        sides.append(Stored(data=data, scales=scales))
+    return sides
+
+
 def dequantize(dtype: DType, rows: Stored) -> torch.Tensor:
     """Return the fp32 values of rows, without the scales of the call."""
     data = rows.data
     if dtype.row is not None:
         return unpack(data, dtype.row)
-    if dtype is not DType.NVFP4:
+    if rows.scales is None:
         return data.float() * element_scale(dtype)
-    assert rows.block_scales is not None, "NVFP4 has block scales"
+    if dtype.has_token_scales:
+        return data.float() * rows.scales.unsqueeze(-1)
     blocks = in_groups(from_e2m1(data), NVFP4_BLOCK)
-    return (blocks * rows.block_scales.float().unsqueeze(-1)).flatten(-2)
+    return (blocks * rows.scales.float().unsqueeze(-1)).flatten(-2)
 
 
 # Softmax scales by rope part, from the head dim before weight absorption: 128 + 64 in DeepSeek-V3,
@@ -124,6 +143,12 @@ def make_inputs(case: Case, sets: int, device: str) -> Inputs:
     queries, keys, values = [], [], []
     for _ in range(sets):
         queries.append(random(case.dtype, case.batch, case.q_len, case.heads, case.head_dim_qk))
+        if case.kv_dtype.has_token_scales:
+            dims = (case.head_dim_qk, case.head_dim_vo)
+            key, value = random_token_rows(case.kv_dtype, page, dims, generator)
+            keys.append(key)
+            values.append(value)
+            continue
         keys.append(random_cache(case.kv_dtype, (*page, case.head_dim_qk), generator))
         is_mla = case.family == "mla"
         shape = (*page, case.head_dim_vo)
@@ -211,11 +236,13 @@ def _slots(inputs: Inputs, request: int) -> torch.Tensor:
 def _rows(inputs: Inputs, cache: Stored, slots: torch.Tensor, kv_head: int) -> torch.Tensor:
     def gather(stored: torch.Tensor) -> torch.Tensor:
         # As bytes: not every version of torch can index e4m3.
-        rows = stored[:, :, kv_head].flatten(0, 1).view(torch.uint8)
-        return rows[slots].view(stored.dtype)
+        rows = stored[:, :, kv_head].flatten(0, 1)
+        if rows.element_size() > 1:
+            return rows[slots]
+        return rows.view(torch.uint8)[slots].view(stored.dtype)
 
-    scales = None if cache.block_scales is None else gather(cache.block_scales)
-    rows = Stored(data=gather(cache.data), block_scales=scales)
+    scales = None if cache.scales is None else gather(cache.scales)
+    rows = Stored(data=gather(cache.data), scales=scales)
     return dequantize(inputs.case.kv_dtype, rows)
 
 

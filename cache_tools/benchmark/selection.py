@@ -31,6 +31,8 @@ _DTYPES = {
         *(dtype for dtype, row in ROW_FORMATS.items() if not row.holds_queries),
         DType.INT8,
         DType.NVFP4,
+        DType.INT8_PER_TOKEN_HEAD,
+        DType.FP8_PER_TOKEN_HEAD,
     ),
 }
 

@@ -202,6 +202,11 @@ _GQA: tuple[tuple[str, Facts], ...] = (
             {**_HALF, "batch": 64, "head_dim": 256},
         )
     ),
+    *(
+        ("gqa", {"kv_dtype": dtype, **shape})
+        for dtype in ("int8_per_token_head", "fp8_per_token_head")
+        for shape in ({}, {**_HALF, "batch": 64}, {"page_size": 16})
+    ),
     ("gqa", {"kv_dtype": "nvfp4", "page_size": 16}),
     ("gqa", {"kv_dtype": "nvfp4", "head_dim": 64}),
     *(("gqa", {"kv_dtype": dtype, **shape}) for dtype in (None, "e4m3") for shape in _WIDE_HEADS),

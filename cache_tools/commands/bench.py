@@ -82,8 +82,8 @@ _CASE_OPTIONS = (
         "kv-dtype",
         names,
         "DTYPE",
-        "Dtype of the KV cache, also fp8_ds_mla, fp8_dsv4, int8 or nvfp4; default: that of the "
-        "query.",
+        "Dtype of the KV cache, also fp8_ds_mla, fp8_dsv4, int8, int8_per_token_head or nvfp4; "
+        "default: that of the query.",
     ),
     click.option(
         "--ragged", is_flag=True, help="Random lengths with mean --seq-len, equal in every run."

@@ -78,6 +78,10 @@ class Store:
             if scale is None:
                 return stored.double(), None
             spread = torch.rand(shape[:2], generator=generator) * 1.5 + 0.25
+            if cache is self.value:  # scores would be of all magnitudes
+                limit = case.scale_spread
+                exponents = torch.randint(-limit, limit + 1, shape[:2], generator=generator)
+                spread *= torch.exp2(exponents.float())
             scale[at] = spread * 2.0**case.scale_exponent / DEVIATION[case.kv]
             factors = scale[at].double()
             return stored.double() * factors[..., None], factors
@@ -217,6 +221,7 @@ class GqaCase(Case):
     kv: str = "16-bit"  # or "e4m3", "e5m2", "int8", "nvfp4"
     has_token_scales: bool = False  # of each token and KV head, over 8 bits
     scale_exponent: int = 0  # of the token scales, about a power of two
+    scale_spread: int = 0  # of the exponents of those of values
     out_dtype: torch.dtype | None = None  # None: the query's
     score_scale: float | None = None  # None: scores of about 1
     o_scale: float = 1.0

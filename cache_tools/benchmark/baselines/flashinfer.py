@@ -130,9 +130,7 @@ def _wrapper_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
     queries = [query.flatten(0, 1) for query in inputs.queries]
     pairs = list(zip(inputs.keys, inputs.values, strict=True))
     scales: list[dict[str, Any]] = [
-        {}
-        if keys.block_scales is None
-        else {"kv_cache_sf": (keys.block_scales, values.block_scales)}
+        {} if keys.scales is None else {"kv_cache_sf": (keys.scales, values.scales)}
         for keys, values in pairs
     ]
 

@@ -37,7 +37,8 @@ def find() -> list[Baseline]:
 
 
 def _serves(case: Case) -> bool:
-    is_known = case.kv_dtype in (case.dtype, DType.E4M3, DType.INT8)
+    is_plain = case.kv_dtype in (case.dtype, DType.E4M3, DType.INT8)
+    is_known = is_plain or case.kv_dtype.has_token_scales
     return case.family == "gqa" and case.dtype.is_16bit and is_known and not case.has_value_dims
 
 
@@ -72,6 +73,8 @@ def triton_call(ops: Any, inputs: Inputs) -> Call:
         scales = torch.full(rows, factor, dtype=torch.float32, device=device)
         shared |= {"k_scale_cache": scales, "v_scale_cache": scales}
         shared["kv_quant_mode"] = ops.KVQuantMode.INT8_PER_TOKEN_HEAD
+    if case.kv_dtype.has_token_scales:
+        shared["kv_quant_mode"] = getattr(ops.KVQuantMode, str(case.kv_dtype).upper())
     max_split = _MAX_SPLIT_ITEMS // case.kv_heads
     if case.batch <= max_split:
         width = 1 << (case.head_dim_vo - 1).bit_length()
@@ -86,8 +89,10 @@ def triton_call(ops: Any, inputs: Inputs) -> Call:
 
     def call(index: int) -> torch.Tensor:
         query = queries[index].to(torch.float8_e4m3fn) if is_fp8 else queries[index]
-        keys, values = inputs.keys[index].data, inputs.values[index].data
-        ops.unified_attention(query, keys, values, out, **shared)
+        keys, values = inputs.keys[index], inputs.values[index]
+        if case.kv_dtype.has_token_scales:
+            shared.update(k_scale_cache=keys.scales, v_scale_cache=values.scales)
+        ops.unified_attention(query, keys.data, values.data, out, **shared)
         return out
 
     return call

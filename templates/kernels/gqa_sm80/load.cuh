@@ -84,6 +84,9 @@ struct KvLoader {
     return is_read ? page_ids[token / kPageSize] : -1;
   }
 
+  // Place in its page of a token of the next block.
+  __device__ int slot_of(int token) const { return (next_kv_block * kBlockN + token) % kPageSize; }
+
   // Copies `kBytes` of every token's row, from byte `offset` on, to the rows of a stage.
   template <int kBytes>
   __device__ void copy_rows(const PagedRows& rows, int own_page, int offset,
@@ -102,7 +105,7 @@ struct KvLoader {
       if constexpr (kIsSparse) sparse_slot = __shfl_sync(~0u, sparse.current.slot, token % kBlockN);
       if (token >= kBlockN) continue;
       const bool exists = is_valid_page(page, params.num_pages);
-      const int slot = kIsSparse ? sparse_slot : (next_kv_block * kBlockN + token) % kPageSize;
+      const int slot = kIsSparse ? sparse_slot : slot_of(token);
       const unsigned char* source = exists ? rows.row_of(page, slot) + offset + at : rows.rows;
       const u32 target = shared_address(stage) + token * kStageRowBytes + at;
       const u32 bytes = exists ? kCopyBytes : 0;
@@ -117,7 +120,7 @@ struct KvLoader {
     const int token = lane_index();
     if (token >= kBlockN) return;
     const bool exists = is_valid_page(own_page, params.num_pages);
-    const int slot = (next_kv_block * kBlockN + token) % kPageSize;
+    const int slot = kIsSparse ? sparse.current.slot : slot_of(token);
     const unsigned char* source = exists ? scales.row_of(own_page, slot) : scales.rows;
     cp_async_ca_4(shared_address(stage) + kScalesOffset + token * kScaleBytes, source,
                   exists ? kScaleBytes : 0);

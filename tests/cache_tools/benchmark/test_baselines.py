@@ -53,7 +53,13 @@ FLASHINFER: Cases = [
     ("gqa", {"kv_dtype": "nvfp4", "window_left": 20}),
     ("gqa", {"kv_dtype": "e4m3", "head_dim": 512}),
 ]
-TRITON: Cases = [*GQA, ("gqa", {"kv_dtype": "int8"}), ("gqa", {"head_dim": 512, "batch": 40})]
+TRITON: Cases = [
+    *GQA,
+    ("gqa", {"kv_dtype": "int8"}),
+    ("gqa", {"kv_dtype": "int8_per_token_head"}),
+    ("gqa", {"kv_dtype": "fp8_per_token_head"}),
+    ("gqa", {"head_dim": 512, "batch": 40}),
+]
 
 
 def inputs_of(family: str, facts: dict[str, Any]) -> Inputs:
@@ -188,20 +194,19 @@ class Fa3:
 class Triton:
     """The module of vLLM's kernel in Triton."""
 
-    KVQuantMode = SimpleNamespace(FP8_PER_TENSOR=1, INT8_PER_TOKEN_HEAD=2)
+    KVQuantMode = SimpleNamespace(FP8_PER_TENSOR=1, INT8_PER_TOKEN_HEAD=2, FP8_PER_TOKEN_HEAD=3)
 
     def unified_attention(self, q: Any, k: Any, v: Any, out: torch.Tensor, **given: Any) -> None:
         """Write the output of mlagen."""
         batch, kv_heads, mode = len(given["seqused_k"]), k.shape[2], given.get("kv_quant_mode", 0)
-        assert mode == {torch.float8_e4m3fn: 1, torch.int8: 2}.get(k.dtype, 0)
+        scales: Any = [given.get(f"{part}_scale_cache") for part in "kv"]
+        of_fp8 = 1 if scales[0] is None else 3
+        assert mode == {torch.float8_e4m3fn: of_fp8, torch.int8: 2}.get(k.dtype, 0)
         assert (q.dtype == torch.float8_e4m3fn) == (mode == 1)
         assert given["causal"]
         assert given["cu_seqlens_q"].tolist() == [
             n * given["max_seqlen_q"] for n in range(batch + 1)
         ]
-        scales = [given.get(f"{part}_scale_cache") for part in "kv"]
-        assert all(each is None or each.shape == k.shape[:3] for each in scales)
-        factor = 1.0 if scales[0] is None else float(scales[0].flatten()[0])
         assert ("seq_threshold_3D" in given) == (batch <= 128 // kv_heads)
         left, right = given["window_size"]
         assert right == (0 if left >= 0 else -1)
@@ -213,8 +218,8 @@ class Triton:
             given["block_table"],
             given["seqused_k"],
             given["max_seqlen_k"],
-            bmm1_scale=given["softmax_scale"] * factor,
-            bmm2_scale=factor,
+            bmm1_scale=given["softmax_scale"],
+            kv_cache_sf=None if scales[0] is None else scales,
             q_len_per_req=given["max_seqlen_q"],
             window_left=left,
             logits_soft_cap=given["softcap"],
@@ -318,6 +323,7 @@ def test_libraries_are_found_in_a_folder(site: Path) -> None:
         ("gqa", {}, "fa3 flashinfer triton"),
         ("gqa", {"kv_dtype": "e4m3"}, "fa3 flashinfer triton"),
         ("gqa", {"kv_dtype": "int8"}, "triton"),
+        ("gqa", {"kv_dtype": "int8_per_token_head"}, "triton"),
         ("gqa", {"kv_dtype": "nvfp4"}, "flashinfer"),
         ("gqa", {"kv_dtype": "nvfp4", "q_len": 2}, ""),
         ("gqa", {"kv_dtype": "nvfp4", "head_dim": 64}, ""),

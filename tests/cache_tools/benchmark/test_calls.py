@@ -21,6 +21,7 @@ from cache_tools.benchmark.inputs import (
     dequantize,
     make_inputs,
     random_cache,
+    random_token_rows,
     relative_error,
 )
 from cache_tools.benchmark.outcomes import Outcome
@@ -29,7 +30,10 @@ from mlagen.spec.dtype import DType
 from tests.cache_tools.conftest import raising
 from tests.fixture_types import Patch
 
-KV_DTYPES = ("bf16", "fp16", "e4m3", "fp8_ds_mla", "int8", "nvfp4")
+KV_DTYPES = (
+    *("bf16", "fp16", "e4m3", "fp8_ds_mla", "int8", "nvfp4"),
+    *("int8_per_token_head", "fp8_per_token_head"),
+)
 
 
 def inputs_of(family: str, sets: int = 2, **facts: Any) -> Inputs:
@@ -86,6 +90,7 @@ def in_float64(inputs: Inputs) -> torch.Tensor:
         ("gqa", {"q_len": 3, "window_left": 3, "kv_dtype": "int8"}),
         ("gqa", {"window_left": 0, "kv_dtype": "nvfp4"}),
         ("gqa", {"kv_dtype": "nvfp4"}),
+        ("gqa", {"kv_dtype": "int8_per_token_head"}),
     ],
     ids=str,
 )
@@ -162,7 +167,12 @@ def test_indices_are_slots_of_the_request() -> None:
 @pytest.mark.parametrize("dtype", [DType(name) for name in KV_DTYPES], ids=str)
 def test_values_have_about_unit_variance(dtype: DType) -> None:
     """Every format stands for numbers like those of a normal distribution."""
-    values = dequantize(dtype, random_cache(dtype, (64, 576), torch.Generator().manual_seed(0)))
+    generator = torch.Generator().manual_seed(0)
+    if dtype.has_token_scales:
+        stored = random_token_rows(dtype, (64,), (576, 576), generator)[0]
+    else:
+        stored = random_cache(dtype, (64, 576), generator)
+    values = dequantize(dtype, stored)
     assert values.shape == (64, 576)
     assert float(values.mean()) == pytest.approx(0, abs=0.05)
     assert float(values.std()) == pytest.approx(1, rel=0.1)

@@ -89,6 +89,11 @@ V4_QUERIES = 16 * 2048 + 4 * 132 * 4  # rows in and out, and entries of the list
         ("mla", {**V4, "top_k": 0}, 2048 * 16 * 128, 258 * 584 + 16 * 2048 + 4 * 128 * 4),
         # Two elements a byte, and a scale of one byte for 16.
         ("gqa", {**GQA_SMALL, "kv_dtype": "nvfp4"}, 2 * 2 * 10 * 32, 10 * 18 + 2 * 32 + 2 * 32),
+        # A byte an element, and two scales of four bytes.
+        (
+            *("gqa", {**GQA_SMALL, "kv_dtype": "int8_per_token_head"}, 2 * 2 * 10 * 32),
+            10 * 40 + 2 * 32 + 2 * 32,
+        ),
     ],
 )
 def test_work_matches_hand_computed_numbers(
@@ -126,6 +131,7 @@ def test_the_suite_of_gqa_has_the_hand_computed_bounds() -> None:
         "nvfp4, 64 x 8192, 64/8 heads": 139.5,
         "nvfp4, 1 x 131072, 64/8 heads": 34.8,
         "nvfp4, 128 x 4096, 64/8 heads, head_dim 64": 69.8,
+        "int8_per_token_head, 128 x 4096, 64/8 heads": 255.8,
         "64 x 4096, 32/4 heads, head_dim 512": 496.2,
         "e4m3, 128 x 4096, 24/4 heads, head_dim 256": 248.1,
         "e4m3, 128 x 8192, 16/8 heads, head_dim 256, window_left 1023": 124.0,
