@@ -327,6 +327,10 @@ INVARIANT_CASES = [
     given("16 bits", 5, sink=2.0, **_AROUND),
     given("more splits than levels are for", 3, seq_lens=(2700, 40, 1900), kv_heads=1, group=2),
     given(
+        "a rank of DCP", 3, seq_lens=(600, 0), q_len=4, committed=(1796, 5), page_size=64, **RANK
+    ),
+    given("a window over one split more", 7, seq_lens=(2300, 40), kv_heads=1, group=2, window=2048),
+    given(
         "two heads of e4m3, drafts and a window", 6, kv="e4m3", page_size=64, **_AROUND, **_DRAFTS
     ),
     given("four heads of nvfp4", 3, seq_lens=(600, 0, 257), kv="nvfp4", kv_heads=4, page_size=32),
@@ -501,14 +505,17 @@ def bits_of_sequences(
 def test_bits_do_not_depend_on_the_batch(given: Emulated[GqaCase], decoded: Decode) -> None:
     """Batch-invariant results are right, and those of a sequence alone and in another batch."""
     problem = given.case.build("cpu")
-    result = decoded(problem, given.sm_count, 0, batch_invariant=True)
+    mode: dict[str, Any] = {"batch_invariant": True}
+    mode["decode"] = trtllm_gqa_with_lse if given.case.cp_world else decode_gqa_with_lse
+    result = decoded(problem, given.sm_count, 0, **mode)
     problem.check(*result)
     bits = bits_of_sequences(problem, result)
     count = len(bits)
-    batches = [[seq] for seq in range(count)] + [[*reversed(range(count)), 0, 0]]
+    split = [seq for seq, length in enumerate(problem.case.seq_lens) if length > SPLIT_TOKENS]
+    batches = [[seq] for seq in split] + [[*reversed(range(count)), 0, 0]]
     for seed, batch in enumerate(batches):
         other = problem.picked(batch)
-        result = decoded(other, 1 + seed * 5 % 17, seed, batch_invariant=True)
+        result = decoded(other, 1 + seed * 5 % 17, seed, **mode)
         assert bits_of_sequences(other, result) == [bits[seq] for seq in batch], batch
 
 

@@ -59,10 +59,11 @@ _COMBINE_PADDING_BYTES = 16  # of kCombinePitch, per partial row
 # Tokens of a fixed split of batch-invariant kernels, which doubles while a sequence has too many.
 # CTAs that work on different splits of one sequence share its work evenly only if each has several;
 # a smaller split stores more partials for the tokens that it reads.
-_SPLIT_TOKENS = 1024
-# Max fixed splits of a sequence: a power of two up to the first whose partials fit in the bytes
-# that other kernels need too, but enough for all CTAs to share the work of one sequence.
-_MAX_SPLITS = (256, 128, 64)
+_SPLIT_TOKENS = 2048
+# Max fixed splits of a sequence: the largest power of two whose partials fit in the bytes that
+# other kernels need too, so that all calls take a workspace of one size. At a batch of one, CTAs
+# beyond its splits are idle.
+_MAX_SPLITS = (256, 128, 64, 32, 16)
 _MAX_PARTIAL_BYTES = 512 * 1024  # of a CTA
 _OTHER_SHARED_BYTES = 1280  # of the other members in kernels/gqa_sm90/shared_memory.cuh
 

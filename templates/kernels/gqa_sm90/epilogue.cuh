@@ -33,9 +33,7 @@ __device__ inline int partial_slot(const Params& params, const WorkItem& work, i
 // partials of all splits, in split order. No CTA waits for another.
 constexpr int kSplitsPerStep = 8 * kDimParts;  // loads in flight, more where a thread has more dims
 
-__device__ inline void combine_row(const Params& params, const WorkItem& work,
-                                   const ScheduleRange& range, int row, int dim) {
-  if constexpr (kBatchInvariant) return combine_fixed_row(params, work, range, row, dim);
+__device__ inline void combine_row(const Params& params, const WorkItem& work, int row, int dim) {
   RowPart total;
 #pragma unroll 1
   for (int first = 0; first < work.num_splits; first += kSplitsPerStep) {
@@ -80,10 +78,25 @@ __device__ inline void combine_splits(const Params& params, const WorkItem& work
   __syncwarp();
   named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   if (!smem.is_last_split) return;
+  // The combine buffer is free until the next work item.
+  NodeList& list = reinterpret_cast<NodeList&>(smem.combine_buffer);
+  static_assert(sizeof list <= sizeof smem.combine_buffer, "the nodes fit in the combine buffer");
+  int num_nodes = 0;
+  if constexpr (kBatchInvariant) num_nodes = list.fill(params, work, smem.range);
   constexpr int kQuads = kHeadDimVo / 4;
 #pragma unroll 1
   for (int vec_idx = thread_in_head; vec_idx < work.rows * kQuads; vec_idx += kThreadsPerHead) {
-    combine_row(params, work, smem.range, vec_idx / kQuads, vec_idx % kQuads * 4);
+    const int row = vec_idx / kQuads;
+    const int dim = vec_idx % kQuads * 4;
+    if constexpr (kBatchInvariant) {
+      combine_nodes(params, work, list, num_nodes, row, dim);
+    } else {
+      combine_row(params, work, row, dim);
+    }
+  }
+  if constexpr (kBatchInvariant) {
+    __syncwarp();
+    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);  // the nodes are read
   }
 }
 

@@ -2,7 +2,9 @@
 
 #pragma once
 
+#include "common/barriers.cuh"
 #include "common/params.cuh"
+#include "common/types.cuh"
 #include "config.cuh"
 #include "partials.cuh"
 #include "ptx/load.cuh"
@@ -62,12 +64,12 @@ struct TileParts {
   }
 };
 
-// Workspace slot of a node. Of a tile that begins in the range of a CTA, it has at most one node of
-// each level that waits for the next one; of a tile that began before, also one that the CTAs
-// before have the sibling of.
-__device__ inline int node_slot(const WorkItem& work, int cta, bool begins, int first, int level) {
+// Workspace slot of a node, of the first kv head of the CTA. Of a tile that begins in its range, a
+// CTA has at most one node of each level that waits for the next one; of a tile that began before,
+// also one that the CTAs before have the sibling of.
+__device__ inline int node_slot(int cta, bool begins, int first, int level) {
   const int slot = begins ? level : kTreeLevels + level * 2 + (first >> level & 1);
-  return (cta * 3 * kTreeLevels + slot) * kKvHeadsPerCta + work.kv_head % kKvHeadsPerCta;
+  return (cta * 3 * kTreeLevels + slot) * kKvHeadsPerCta;
 }
 
 __device__ inline RowPart load_partial(const Params& params, int slot, int row, int dim) {
@@ -81,119 +83,140 @@ __device__ inline RowPart load_partial(const Params& params, int slot, int row, 
 // Stores four adjacent dims of a row of a tile with several splits: final after all of them, or
 // else of the largest node that ends with this split. No thread reads a node that another one
 // writes: it writes a level above those that it reads.
+constexpr int kSiblingsPerStep = 2;  // loads in flight
+
 __device__ inline void store_fixed_split(const Params& params, const WorkItem& work,
                                          const ScheduleRange& range, int row, int dim,
                                          RowPart part) {
   const int cta = static_cast<int>(blockIdx.x);
+  const int head = work.kv_head % kKvHeadsPerCta;
   const bool begins = begins_here(work, range);
   const int begin = begins ? 0 : range.begin - work.first_split;
   const bool is_whole = begins && work.split_idx == work.num_splits - 1;
-  int first = work.split_idx;
-  int level = 0;
+  // Bits of the levels of the left siblings: all that wait, or as far as the node is a right child.
+  int siblings = is_whole ? work.split_idx : (work.split_idx ^ work.split_idx + 1) >> 1;
+  while (work.split_idx - siblings < begin) siblings >>= 1;
+  const int first = work.split_idx - siblings;
+  const int level = __popc(siblings);
 #pragma unroll 1
-  for (; level < kTreeLevels; ++level) {
-    const int sibling = first - (1 << level);
-    if ((first >> level & 1) == 0) {
-      if (is_whole) continue;
-      break;
+  while (siblings != 0) {
+    RowPart loaded[kSiblingsPerStep];
+    int next = siblings;
+#pragma unroll
+    for (int i = 0; i < kSiblingsPerStep; ++i) {
+      // Behind the last sibling, of level 0: not used.
+      const int sibling_level = max(__ffs(next) - 1, 0);
+      loaded[i] = load_partial(params, node_slot(cta, begins, 0, sibling_level) + head, row, dim);
+      next &= next - 1;
     }
-    if (sibling < begin) break;
-    const int slot = node_slot(work, cta, begins, sibling, level);
-    part = sum_of(load_partial(params, slot, row, dim), part);
-    first = sibling;
+#pragma unroll
+    for (int i = 0; i < kSiblingsPerStep; ++i) {
+      if (siblings != 0) part = sum_of(loaded[i], part);
+      siblings &= siblings - 1;
+    }
   }
   if (is_whole) return store_finished(params, work, row, dim, part);
-  const int slot = node_slot(work, cta, begins, first, level);
+  const int slot = node_slot(cta, begins, first, level) + head;
   *partial_out_ptr(params, slot, row, dim) = part.out;
   if (dim == 0) partial_states(params, slot)[row] = part.state;
 }
 
 // The nodes of all CTAs of a work tile, in ascending order.
-struct NodeWalk {
-  const WorkItem& work;
-  const ScheduleRange& range;
-  int cta_group_size;
-  TileParts parts;
-  int part = 0;
-  int end;  // of the splits of the part
-  int first = 0;  // of the current node
-  int level;
+struct NodeList {
+  static constexpr int kCapacity = kMaxSplits + 1;  // a window may cover one split more
 
-  __device__ NodeWalk(const Params& params, const WorkItem& work, const ScheduleRange& range)
-      : work(work),
-        range(range),
-        cta_group_size(params.cta_group_size),
-        parts(params, work, range),
-        end(end_of(0)) {
-    find_level();
-  }
+  struct Node {
+    int slot;
+    int num_sums;  // with the nodes before it, the nearest one first
+  };
+  Node nodes[kCapacity];
+  u32 starts[(kCapacity + kWarpLanes - 1) / kWarpLanes];  // splits that nodes begin with
 
-  __device__ int end_of(int part) const {
-    const ScheduleRange of_part = range_at(parts.first_range + part, range.num_ranges,
-                                           range.total_blocks, kFixedOverheadBlocks);
-    return min(of_part.end - work.first_split, work.num_splits);
-  }
-
-  // The largest level of a node that begins at `first` and lies in the part.
-  __device__ void find_level() {
-    level = 0;
+  // Called by all consumers. Returns the number of nodes.
+  __device__ int fill(const Params& params, const WorkItem& work, const ScheduleRange& range) {
+    const int rank_in_group = static_cast<int>(blockIdx.x) - range.index * params.cta_group_size;
+    const int words = ceil_div(work.num_splits, kWarpLanes);
+    int count = 0;
+    // The passes: first the starts, then each node behind as many others as begin before it.
 #pragma unroll 1
-    while ((first >> level & 1) == 0 && first + (2 << level) <= end) ++level;
-  }
-
-  __device__ int slot() const {
-    return node_slot(work, parts.first_cta + part * cta_group_size, part == 0, first, level);
-  }
-
-  __device__ bool is_last() const { return first + (1 << level) >= work.num_splits; }
-
-  __device__ void advance() {
-    first += 1 << level;
-    if (first == end) end = end_of(++part);
-    find_level();
+    for (int pass = 0; pass < 2; ++pass) {
+#pragma unroll 1
+      for (int word = static_cast<int>(threadIdx.x) / kWarpLanes; word < words;
+           word += kConsumerWarps) {
+        const int split = word * kWarpLanes + lane_index();
+        // The splits of the range that has this one.
+        const int range_idx =
+            first_range_from(work.first_split + min(split, work.num_splits - 1) + 1, range) - 1;
+        const ScheduleRange part =
+            range_at(range_idx, range.num_ranges, range.total_blocks, kFixedOverheadBlocks);
+        const int begin = max(part.begin - work.first_split, 0);
+        const int end = min(part.end - work.first_split, work.num_splits);
+        // The largest node with this split that lies in the range.
+        int size = 1;
+        while ((split & -2 * size) >= begin && (split & -2 * size) + 2 * size <= end) size *= 2;
+        const bool is_start = split < work.num_splits && split % size == 0;
+        const u32 lane_starts = __ballot_sync(~0u, is_start);
+        if (pass == 0) {
+          if (lane_index() == 0) starts[word] = lane_starts;
+          continue;
+        }
+        int index = __popc(lane_starts & (1u << lane_index()) - 1);
+        for (int before = 0; before < word; ++before) index += __popc(starts[before]);
+        const bool is_last = split + size == work.num_splits;
+        const int level = __ffs(size) - 1;
+        const int cta = range_idx * params.cta_group_size + rank_in_group;
+        if (is_start) {
+          nodes[index] = {node_slot(cta, begin == 0, split, level),
+                          is_last ? __popc(split) : __ffs(~(split >> level)) - 1};
+        }
+      }
+      __syncwarp();
+      named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    }
+    for (int word = 0; word < words; ++word) count += __popc(starts[word]);
+    return count;
   }
 };
 
 // Adds up the nodes of all CTAs of a work tile.
-constexpr int kNodesPerStep = 4;  // loads in flight
+constexpr int kNodesPerStep = 8;  // loads in flight
 
-__device__ inline void combine_fixed_row(const Params& params, const WorkItem& work,
-                                         const ScheduleRange& range, int row, int dim) {
-  // Nodes whose right siblings follow.
+__device__ inline void combine_nodes(const Params& params, const WorkItem& work,
+                                     const NodeList& list, int count, int row, int dim) {
+  const int head = work.kv_head % kKvHeadsPerCta;
+  // Nodes before the last one whose right siblings follow.
   RowState waiting_states[kTreeLevels];
   float4 waiting_outs[kTreeLevels];
-  RowPart sum;
-  NodeWalk walk(params, work, range);
-  bool is_last = false;
+  int num_waiting = -1;
+  RowPart last;
 #pragma unroll 1
-  while (!is_last) {
-    RowPart nodes[kNodesPerStep];
-    int firsts[kNodesPerStep];
-    int levels[kNodesPerStep];
+  for (int begin = 0; begin < count; begin += kNodesPerStep) {
+    RowPart loaded[kNodesPerStep];
 #pragma unroll
     for (int i = 0; i < kNodesPerStep; ++i) {
       // Behind the last node, loads repeat it.
-      firsts[i] = walk.first;
-      levels[i] = is_last ? kTreeLevels : walk.level;
-      nodes[i] = load_partial(params, walk.slot(), row, dim);
-      is_last = walk.is_last();
-      if (!is_last) walk.advance();
+      loaded[i] = load_partial(params, list.nodes[min(begin + i, count - 1)].slot + head, row, dim);
     }
 #pragma unroll
     for (int i = 0; i < kNodesPerStep; ++i) {
-      const bool ends_tile = firsts[i] + (1 << levels[i]) >= work.num_splits;
-      if (levels[i] < kTreeLevels) sum = nodes[i];
-#pragma unroll 1
-      for (int level = levels[i]; level < kTreeLevels; ++level) {
-        if ((firsts[i] >> level & 1) != 0) {
-          sum = sum_of({waiting_states[level], waiting_outs[level]}, sum);
-        } else if (!ends_tile) {
-          waiting_states[level] = sum.state;
-          waiting_outs[level] = sum.out;
-          break;
+      if (begin + i >= count) break;
+      int num_sums = list.nodes[begin + i].num_sums;
+      if (num_sums == 0) {
+        if (num_waiting >= 0) {
+          waiting_states[num_waiting] = last.state;
+          waiting_outs[num_waiting] = last.out;
         }
+        ++num_waiting;
+        last = loaded[i];
+        continue;
+      }
+      last = sum_of(last, loaded[i]);
+#pragma unroll 1
+      while (--num_sums > 0) {
+        --num_waiting;
+        last = sum_of({waiting_states[num_waiting], waiting_outs[num_waiting]}, last);
       }
     }
   }
-  store_finished(params, work, row, dim, sum);
+  store_finished(params, work, row, dim, last);
 }
