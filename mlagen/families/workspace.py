@@ -277,12 +277,13 @@ def _mla_plans(
     index: int, variant: MlaVariant, shape: ProblemShape
 ) -> Iterator[Sm80Plan | MlaSm90Plan]:
     """Yield the possible plans of a call, for the kernels that the settings allow."""
-    settings = current_settings()
+    settings, planned = current_settings(), None
     if settings.mla_kernel != "sm80":
         planned = plan_mla_sm90_call(index, variant, shape, p_dtype_choice=settings.mla_p_dtype)
-        if planned is not None:
-            yield planned[1]
-    if settings.mla_kernel != "sm90":
+    if planned is not None:
+        yield planned[1]
+    # No batch changes the kernel of a batch-invariant call.
+    if settings.mla_kernel != "sm90" and not (planned is not None and variant.batch_invariant):
         yield plan_mla_sm80_call(index, variant, shape)[1]
 
 

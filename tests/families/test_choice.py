@@ -215,6 +215,23 @@ def test_a_cta_takes_one_head_if_tiles_of_several_heads_exceed_32_bits(
     assert heads == [2, 1]
 
 
+@pytest.mark.parametrize(
+    ("case", "launch"), [(MLA, mla_launch), (PLAIN_GQA, gqa_launch)], ids=["mla", "gqa"]
+)
+def test_no_batch_changes_the_kernel_of_a_batch_invariant_call(
+    case: Case, launch: Any, launches: Launches, monkeypatch: Patch
+) -> None:
+    """It takes the sm90 kernel, small calls too; where that has no grid for a batch, it raises."""
+    call = choose(case, launches, "auto", batch_invariant=True).call
+    assert call.decode.spec.family.endswith("_sm90")
+    monkeypatch.setattr(launch, "fits_in_int32", lambda *_: False)
+    assert choose(case, launches, "auto").call.decode.spec.family.endswith("_sm80")
+    with pytest.raises(UnsupportedError, match=r"^batch_invariant: another kernel, as exp"):
+        choose(case, launches, "auto", batch_invariant=True)
+    forced = choose(case, launches, "sm80", batch_invariant=True).call
+    assert forced.decode.spec.family.endswith("_sm80")
+
+
 LONG_MLA = MlaCase(seq_lens=(70, 3), heads=128)
 
 

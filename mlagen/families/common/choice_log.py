@@ -19,10 +19,15 @@ def is_logged() -> bool:
     return _logger.isEnabledFor(logging.DEBUG)
 
 
+def reason_of(error: UnsupportedError) -> str:
+    """Return why no sm90 kernel takes a call, without the setting that forces one."""
+    return str(error).rpartition("=sm90: ")[2]
+
+
 def log_declined(why: UnsupportedError) -> None:
     """Log why a call takes the sm80 kernel."""
     if is_logged():
-        _logger.debug("planning: sm80 kernel: %s", str(why).rpartition("=sm90: ")[2])
+        _logger.debug("planning: sm80 kernel: %s", reason_of(why))
 
 
 def log_choice(spec: Any, plan: Any, shape: ProblemShape, max_seq_len: int) -> None:

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from mlagen.errors import UnsupportedError
-from mlagen.families.common.choice_log import is_logged, log_choice, log_declined
+from mlagen.families.common.choice_log import is_logged, log_choice, log_declined, reason_of
 from mlagen.families.common.launchers import (
     Computed,
     Launcher,
+    NotCoveredError,
     OutputSpec,
     SmallWorkspaceError,
     Tensors,
@@ -229,12 +230,18 @@ class Dispatcher:
         return launcher
 
     def _plan(self, args: Any, problem: Any, settings: Settings, sms: int) -> Launcher:
-        """Return the launcher of the sm90 kernel, or else of the sm80 kernel."""
+        """Return the launcher of the sm90 kernel, or else of the sm80 kernel.
+
+        No batch may change the kernel of a batch-invariant call.
+        """
         try:
             return self.family.sm90_launcher(args, problem, settings, sms)
         except UnsupportedError as error:
             if self.family.kernel_of(settings) == "sm90":
                 raise
+            if problem.variant.batch_invariant and not isinstance(error, NotCoveredError):
+                why = reason_of(error)
+                raise UnsupportedError(f"batch_invariant: another kernel, as {why}") from error
             log_declined(error)
             return self.family.sm80_launcher(args, problem, max(sms, WHOLE_GPU))
 

@@ -303,6 +303,10 @@ def require_gpu(device: torch.device, query: str) -> None:
         raise UnsupportedError(f"{query}.device: expected cuda or cpu, got {device}")
 
 
+class NotCoveredError(UnsupportedError):
+    """No sm90 kernel serves such a call, whatever its batch."""
+
+
 class SmallWorkspaceError(ArgumentError):
     """A workspace has too few bytes for a call."""
 

@@ -11,6 +11,7 @@ from mlagen.families.common.launchers import (
     LAUNCH,
     Address,
     Launcher,
+    NotCoveredError,
     Number,
     Part,
     Source,
@@ -143,7 +144,7 @@ def make_sm90_launcher(
         driver rejects the tensor map of the cache.
     """
     if settings.gqa_kernel == "sm80":
-        raise UnsupportedError("MLAGEN_GQA_KERNEL=sm80")
+        raise NotCoveredError("MLAGEN_GQA_KERNEL=sm80")
     index, variant, shape = problem.device.index, problem.variant, shape_of(args, problem)
     max_tokens = _schedule_tokens(problem)
 
@@ -219,9 +220,9 @@ def _schedule_tokens(problem: GqaProblem) -> int:
     return sparse_tokens or problem.max_pages * problem.variant.page_size
 
 
-def not_covered(index: int, variant: GqaVariant) -> UnsupportedError:
+def not_covered(index: int, variant: GqaVariant) -> NotCoveredError:
     """Return the error where the settings force the kernel and it does not support the call."""
-    return UnsupportedError(
+    return NotCoveredError(
         f"MLAGEN_GQA_KERNEL=sm90: no such kernel for {arch_of_device(index)}, "
         f"query {variant.query_dtype}, cache {variant.kv_dtype}, head_dim {variant.head_dim}"
         f"{f' (values {variant.head_dim_vo})' if variant.head_dim_vo else ''}, "

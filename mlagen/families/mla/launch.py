@@ -12,6 +12,7 @@ from mlagen.families.common.launchers import (
     LSE_FACTORS,
     Address,
     Launcher,
+    NotCoveredError,
     Number,
     Part,
     Source,
@@ -144,7 +145,7 @@ def make_sm90_launcher(
     """
     is_forced = settings.mla_kernel == "sm90"
     if settings.mla_kernel == "sm80":
-        raise UnsupportedError("MLAGEN_MLA_KERNEL=sm80")
+        raise NotCoveredError("MLAGEN_MLA_KERNEL=sm80")
     if sms == NO_COOPERATION:
         raise UnsupportedError(
             "MLAGEN_MLA_KERNEL=sm90: expected a context whose SMs hold all CTAs at once, got one "
@@ -222,11 +223,11 @@ def _make_launcher(
     return make_launcher(MlaLauncher, args, problem, plan, spec, sources, _KNOWN, maps=maps)
 
 
-def not_covered(index: int, variant: MlaVariant) -> UnsupportedError:
+def not_covered(index: int, variant: MlaVariant) -> NotCoveredError:
     """Return the error where the settings force the kernel and it does not support the call."""
     dims = f"({variant.kv_lora_rank}, {variant.qk_rope_head_dim})"
     mode = f"({variant.lookup}, {variant.values}, {variant.mask})"
-    return UnsupportedError(
+    return NotCoveredError(
         f"MLAGEN_MLA_KERNEL=sm90: no such kernel for {arch_of_device(index)}, "
         f"query {variant.query_dtype}, cache {variant.kv_dtype}, "
         f"(kv_lora_rank, qk_rope_head_dim) {dims}, (lookup, values, mask) {mode}, "
