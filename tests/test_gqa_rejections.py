@@ -28,6 +28,11 @@ LENS, THREE_SEQUENCES = ints(1, 2), {"last_page_len": ints(1, 1, 1), "indptr": i
 DRAFTS = GqaCase(seq_lens=(70, 3), q_len=2, sink=3.0).build("cpu")
 MASKED = GqaCase(seq_lens=(70, 3), q_len=2, mask="random").build("cpu")
 TABLES, SEPARATE = DRAFTS.block_tables, {"uses_shared_paged_kv_idx": False}
+HEADS = {"enable_block_sparse_attention": True}
+HEAD_TABLES: dict[str, Any] = {
+    "block_tables": torch.stack([TABLES] * 2),
+    "seq_lens": torch.stack([DRAFTS.seq_lens] * 2),
+}
 DCP = "causal_seqlens_kv_global"
 RANK: dict[str, Any] = {"cp_world": 2, "cp_rank": 1, DCP: LENS, "return_lse": True}
 ROWS: dict[str, list[Row]] = {
@@ -139,7 +144,35 @@ ROWS: dict[str, list[Row]] = {
         ),
         ("uses_shared_paged_kv_idx", "no", ": expected a bool, got 'no'"),
         ("block_tables", TABLES[:, None].expand(-1, 2, -1), ".ndim: expected 2, got 3"),
-        ("enable_block_sparse_attention", True, ": not implemented, expected False, got True"),
+        (
+            "",
+            HEADS | HEAD_TABLES | {"block_tables": TABLES},
+            "block_tables.ndim: expected 3, got 2",
+        ),
+        (
+            "",
+            HEADS | HEAD_TABLES | {"block_tables": TABLES[None]},
+            "block_tables.shape: expected [2, 2, ...] (KV heads, batch, pages), got ...",
+        ),
+        (
+            "",
+            HEADS | {"block_tables": torch.stack([TABLES] * 2)},
+            "seq_lens.shape: expected [2, 2] (KV heads, batch), got [2]",
+        ),
+        (
+            "",
+            HEADS | HEAD_TABLES | {"block_tables": torch.stack([TABLES] * 2).mT.contiguous().mT},
+            "block_tables must be contiguous: expected no gaps ...",
+        ),
+        ("", HEADS | HEAD_TABLES | {"window_left": 3}, "window_left: expected no window with ..."),
+        ("", HEADS | HEAD_TABLES | RANK, "causal_seqlens_kv_global: expected None with ..."),
+        ("", HEADS | SEPARATE, "uses_shared_paged_kv_idx: expected True with ..., got False"),
+        (
+            "",
+            HEADS | {"skip_softmax_threshold_scale_factor": 1.0},
+            "skip_softmax_threshold_scale_factor: expected None with ..., got 1.0",
+        ),
+        ("enable_block_sparse_attention", "yes", ": expected a bool, got 'yes'"),
         ("cp_world", 2, ": expected 1 without causal_seqlens_kv_global, got 2"),
         ("cp_rank", 1, ": expected 0 without causal_seqlens_kv_global, got 1"),
         ("cp_world", RANK | {"cp_world": 0}, ": expected an int, 1 or more, got 0"),

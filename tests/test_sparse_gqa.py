@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import mlagen
+from tests.problems.gqa import GqaCase
+from tests.problems.head_tables import HEAD_TABLES_CASES, check_head_tables
 from tests.problems.problem import E4M3, bf16, ints
 from tests.problems.sparse_gqa import SparseCase, decode_sparse
 from tests.problems.sparse_gqa_cases import CASES, msa, qsa
@@ -116,6 +118,11 @@ class TestSparseGqa:
 
         assert out.shape == given["q"].shape
         assert lse.shape == given["q"].shape[:-1]
+
+    @pytest.mark.parametrize("case", HEAD_TABLES_CASES, ids=str)
+    def test_block_tables_of_each_kv_head(self, case: GqaCase, device: str) -> None:
+        """Each KV head has tokens of its own, by ``enable_block_sparse_attention``."""
+        check_head_tables(case, device)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

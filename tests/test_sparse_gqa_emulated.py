@@ -23,6 +23,7 @@ from mlagen.spec.arch import Arch
 from tests.emulator.emulated import COMPILER, encode, replace_launches
 from tests.families.launches import record_launches
 from tests.kernels import SM_80, SM_90A
+from tests.problems.head_tables import HEAD_TABLES_CASES, check_head_tables
 from tests.problems.sparse_gqa import SparseCase, decode_sparse
 from tests.problems.sparse_gqa_cases import CASES, MSA_CASES, msa, qsa
 
@@ -33,16 +34,15 @@ _GPUS = ((SM_80, 1), (SM_90A, 40), (SM_80, 12))
 _MAX_CTAS = 64
 
 Check = Callable[..., None]
+Emulate = Callable[..., None]
+_COUNTERS = (ctypes.c_uint32 * (2 * _MAX_CTAS))()
 
 
 @pytest.fixture
-def check(monkeypatch: pytest.MonkeyPatch) -> Check:
-    """Return what checks the result of emulated launches."""
-    counters = (ctypes.c_uint32 * (2 * _MAX_CTAS))()
+def emulate(monkeypatch: pytest.MonkeyPatch) -> Emulate:
+    """Return what lets calls run by emulated launches."""
 
-    def run_case(
-        case: SparseCase, sm_count: int, arch: Arch, *, is_sm90: bool, **changes: object
-    ) -> None:
+    def begin(sm_count: int, arch: Arch, *, is_sm90: bool) -> None:
         record_launches(monkeypatch, arch=arch)
 
         def run(args: GqaArgs, *_: object) -> tuple[torch.Tensor, ...]:
@@ -57,12 +57,24 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Check:
 
         replace_launches(monkeypatch, gqa_plan, sm_count=sm_count, seed=sm_count)
         monkeypatch.setattr(gqa_maps, "encode", encode)
-        monkeypatch.setattr(launchers, "semaphores_of", lambda *_: ctypes.addressof(counters))
+        monkeypatch.setattr(launchers, "semaphores_of", lambda *_: ctypes.addressof(_COUNTERS))
         monkeypatch.setattr(GQA, "run", run)
+
+    return begin
+
+
+@pytest.fixture
+def check(emulate: Emulate) -> Check:
+    """Return what checks the result of emulated launches."""
+
+    def run_case(
+        case: SparseCase, sm_count: int, arch: Arch, *, is_sm90: bool, **changes: object
+    ) -> None:
+        emulate(sm_count, arch, is_sm90=is_sm90)
         problem = case.build("cpu")
 
         problem.check(*decode_sparse(problem, **changes), natural=True)
-        assert not any(counters)
+        assert not any(_COUNTERS)
 
     return run_case
 
@@ -96,3 +108,11 @@ def test_fixed_splits_are_right(is_sm90: bool, check: Check) -> None:
     tokens = qsa("", seq_lens=(2600,), requests=(0, 0), num_indices=2051, kv_heads=1, gate=True)
     for case in (blocks,) if is_sm90 else (blocks, tokens):
         check(case, 7, SM_90A, is_sm90=is_sm90, batch_invariant=True)
+
+
+def test_block_tables_of_each_kv_head_are_right(emulate: Emulate) -> None:
+    """Whole and split, in fixed splits too."""
+    for sm_count, case in zip(cycle((1, 12)), HEAD_TABLES_CASES, strict=False):
+        emulate(sm_count, SM_80, is_sm90=False)
+        check_head_tables(case, "cpu")
+    check_head_tables(HEAD_TABLES_CASES[0], "cpu", batch_invariant=True)

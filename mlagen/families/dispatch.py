@@ -6,6 +6,7 @@ from operator import attrgetter
 
 from mlagen.families.common.dispatch import Dispatcher, Family
 from mlagen.families.gqa import args as gqa_args
+from mlagen.families.gqa import contents as gqa_contents
 from mlagen.families.gqa import launch as gqa_launch
 from mlagen.families.gqa import plan as gqa_plan
 from mlagen.families.gqa import problem as gqa_problem
@@ -33,7 +34,7 @@ GQA = Dispatcher(
     Family(
         canonical_numbers=gqa_args.canonical_numbers,
         check_problem=gqa_problem.check_problem,
-        check_contents=gqa_problem.check_contents,
+        check_contents=gqa_contents.check_contents,
         shape_of=gqa_plan.shape_of,
         kernel_of=attrgetter("gqa_kernel"),
         sm90_launcher=gqa_launch.make_sm90_launcher,

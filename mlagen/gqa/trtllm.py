@@ -51,7 +51,6 @@ _NVFP4 = "nvfp4"
 _NOTHING: dict[str, Any] = {
     "o_sf_scale": None,
     "o_sf_vec_size": None,
-    "enable_block_sparse_attention": False,
     "request_order_plan": None,
     "sparse_top_k": 0,
 }
@@ -225,7 +224,7 @@ def trtllm_batch_decode_with_kv_cache(
         Scratch of at least :func:`mlagen.workspace_bytes` bytes; a call uses its end.
     block_tables : int32 or uint32 [batch, max_pages]
         Page ids, for keys and values; ``[batch, 2, max_pages]`` without
-        ``uses_shared_paged_kv_idx``.
+        ``uses_shared_paged_kv_idx``, and with ``enable_block_sparse_attention`` as there.
     seq_lens : int32 or uint32 [batch]
         Tokens in the cache, including the new ones.
     max_seq_len : int
@@ -278,7 +277,10 @@ def trtllm_batch_decode_with_kv_cache(
     multi_ctas_kv_counter_buffer : torch.Tensor
         Ignored and unchanged; of any size and content, on the device of the query.
     enable_block_sparse_attention : bool
-        False: pages of each KV head are not implemented.
+        Whether each KV head has its own tokens: ``block_tables`` ``[kv_heads, batch, max_pages]``
+        and ``seq_lens`` ``[kv_heads, batch]``, both contiguous, name its pages without gaps and
+        count their tokens, and causality is by their order. It excludes a window, separate page
+        ids, decode context parallel and ``skip_softmax_threshold_scale_factor``.
     cp_world, cp_rank : int
         The ranks of decode context parallel, and this one; 1 and 0 without
         ``causal_seqlens_kv_global``.
@@ -334,7 +336,6 @@ def trtllm_batch_decode_with_kv_cache(
     reject_unserved_keywords(
         o_sf_scale=o_sf_scale,
         o_sf_vec_size=o_sf_vec_size,
-        enable_block_sparse_attention=enable_block_sparse_attention,
         request_order_plan=request_order_plan,
         sparse_top_k=sparse_top_k,
     )
@@ -343,6 +344,13 @@ def trtllm_batch_decode_with_kv_cache(
     dcp = check_dcp(cp_world, cp_rank, causal_seqlens_kv_global, has_lse=has_lse)
     keys, cached_values = pair_of(kv_cache, "kv_cache")
     scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
+    is_shared = require_flag(uses_shared_paged_kv_idx, "uses_shared_paged_kv_idx")
+    keyword = "enable_block_sparse_attention"
+    has_head_tables = require_flag(enable_block_sparse_attention, keyword)
+    if has_head_tables:
+        require(is_shared, "uses_shared_paged_kv_idx", f"True with {keyword}", "False")
+        name, threshold = "skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor
+        require(threshold is None, name, f"None with {keyword}", threshold)
     return GqaArgs(
         query=converted_query(query, "query", dtype),
         key_cache=keys,
@@ -365,7 +373,8 @@ def trtllm_batch_decode_with_kv_cache(
         sinks=unwrap_sinks(sinks),
         mask=mask,
         cum_seq_lens_q=cum_seq_lens_q,
-        separate_page_ids=not require_flag(uses_shared_paged_kv_idx, "uses_shared_paged_kv_idx"),
+        separate_page_ids=not is_shared,
+        has_head_tables=has_head_tables,
         **dcp,
         key_scales=scales[0],
         value_scales=scales[1],

@@ -91,6 +91,7 @@ class GqaArgs(NamedTuple):
     cp_world: int = 1
     cp_rank: int = 0
     separate_page_ids: bool = False  # block_tables are [batch, 2, max_pages], keys' and values'
+    has_head_tables: bool = False  # block_tables and seq_lens begin with an axis of the KV heads
     # Of a sparse call: KV blocks that each query token attends to, int32 [kv_heads, tokens, n], or
     # [tokens, n] for all KV heads. Indices outside of the visible blocks are skipped.
     block_indices: torch.Tensor | None = None

@@ -33,17 +33,10 @@ from mlagen.families.common.arguments import (
     require_shape,
     require_tensor,
 )
-from mlagen.families.common.device_checks import (
-    check_seq_lens,
-    check_tables,
-    query_lengths,
-    require_no_capture,
-    table_capacity,
-)
 from mlagen.families.common.launchers import LSE_FACTORS
 from mlagen.families.common.problem import Problem, checked_tables, require_scratch_and_scales
 from mlagen.families.gqa.args import GqaArgs
-from mlagen.families.gqa.sparse import MAX_TOKENS, check_sparse
+from mlagen.families.gqa.sparse import MAX_TOKENS, check_head_tables, check_sparse
 from mlagen.spec.dtype import TOKEN_HEAD_ELEMENTS, DType
 from mlagen.spec.gqa.variant import NVFP4_BLOCK, GqaVariant, require_supported
 
@@ -120,8 +113,11 @@ def check_problem(args: GqaArgs) -> GqaProblem:
     caches = paged_caches(args)
     kv_heads, head_dim_vo = _check_caches(args, caches)
     scales = paged_scales(args, caches)
-    batch, tokens, query_stride = _check_tokens(args)
-    tables = checked_tables(args, batch, (3,) if args.separate_page_ids else (2,))
+    batch, tokens, query_stride = _check_tokens(args, kv_heads)
+    if args.has_head_tables:
+        tables = check_head_tables(args, batch, kv_heads)
+    else:
+        tables = checked_tables(args, batch, (3,) if args.separate_page_ids else (2,))
     if args.separate_page_ids:
         name = f"{args.names.block_tables}.shape[1]"
         require(tables.shape[1] == 2, name, "2 (of keys and of values)", tables.shape[1])
@@ -156,6 +152,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         batch_invariant=args.batch_invariant,
         sparse_block=args.sparse_block,
         has_output_gate=args.output_gate is not None,
+        has_head_tables=args.has_head_tables,
     )
     require_supported(variant)
     # A window of the whole table masks nothing.
@@ -181,7 +178,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         strides={
             "query_stride": query_stride,
             "query_head_stride": query.stride(-2),
-            "block_tables_stride": tables.stride(0) if args.kv_indptr is None else 0,
+            "block_tables_stride": _tables_stride(args, tables),
             **_byte_strides("key", caches.key),
             **_byte_strides("value", caches.value),
             **_byte_strides("key_scale", scales and scales.key),
@@ -328,7 +325,12 @@ def _checked_query(args: GqaArgs) -> torch.Tensor:
     return query
 
 
-def _check_tokens(args: GqaArgs) -> tuple[int, int, int]:
+def _tables_stride(args: GqaArgs, tables: torch.Tensor) -> int:
+    """Return the elements between the block tables of requests."""
+    return 0 if args.kv_indptr is not None else tables.stride(1 if args.has_head_tables else 0)
+
+
+def _check_tokens(args: GqaArgs, kv_heads: int) -> tuple[int, int, int]:
     """Return the batch size, the query tokens, and the stride between query tokens."""
     names, query, q_len = args.names, args.query, args.q_len
     if args.seq_lens is None and args.token_to_req is not None:
@@ -339,7 +341,7 @@ def _check_tokens(args: GqaArgs) -> tuple[int, int, int]:
     require_dims(seq_lens, names.seq_lens, (1, 2))
     require_contiguous(seq_lens, names.seq_lens)
     if args.cum_seq_lens_q is not None:
-        batch, tokens = seq_lens.shape[0], query.shape[0]
+        batch, tokens = seq_lens.shape[-1 if args.has_head_tables else 0], query.shape[0]
         name, shape = names.cum_seq_lens_q, (batch + 1,)
         require_ints(args.cum_seq_lens_q, name, query.device, (shape,), "batch + 1")
         rule = f"{batch * q_len} or less (batch * {names.q_len})"
@@ -352,7 +354,10 @@ def _check_tokens(args: GqaArgs) -> tuple[int, int, int]:
         multiple = f"a multiple of {q_len} ({names.q_len})"
         require(tokens % q_len == 0, f"{names.query}.shape[0]", multiple, tokens)
         batch = tokens // q_len
-    require_shape(seq_lens, names.seq_lens, ((batch,), (batch, 1)), f"batch of {names.query}")
+    if args.has_head_tables:
+        require_shape(seq_lens, names.seq_lens, ((kv_heads, batch),), "KV heads, batch")
+    else:
+        require_shape(seq_lens, names.seq_lens, ((batch,), (batch, 1)), f"batch of {names.query}")
     if query.dim() != 5 or q_len == 1:
         return batch, tokens, query.stride(0)
     check_token_stride(query[:, 0], names.query)
@@ -456,35 +461,3 @@ def _offset(kv: torch.Tensor | None) -> int:
     if kv is None or kv.shape[1] == 1:
         return 0
     return kv.stride(1) * kv.element_size()
-
-
-def check_contents(args: GqaArgs, problem: GqaProblem) -> None:
-    """Reject inconsistent lengths, tables and offsets; synchronizes with the device."""
-    require_no_capture(args.query)
-    names, page_size = args.names, problem.variant.page_size
-    if args.seq_lens is None:  # of a sparse call
-        return
-    q_lens = torch.full((problem.batch,), problem.max_q_len, dtype=torch.int64, device="cpu")
-    if args.cum_seq_lens_q is not None:
-        q_lens = query_lengths(args.cum_seq_lens_q, names.cum_seq_lens_q, problem.tokens)
-        for request, q_len in enumerate(q_lens.tolist()):
-            if q_len > problem.max_q_len:
-                rule = f"{problem.max_q_len} ({names.q_len}) or less"
-                reject(f"{names.cum_seq_lens_q}.diff()[{request}]", rule, q_len)
-    lengths = args.causal_seqlens_kv_global
-    if lengths is not None:
-        check_seq_lens(lengths, "causal_seqlens_kv_global", capacity=None, q_lens=None)
-    has_all_tokens = args.is_causal and args.kv_indptr is None and lengths is None
-    capacity: int | torch.Tensor = problem.max_pages * page_size
-    if args.kv_indptr is not None:
-        capacity = table_capacity(
-            args.kv_indptr, names.kv_indptr, page_ids=problem.max_pages, page_size=page_size
-        )
-    seq_lens = check_seq_lens(
-        args.seq_lens.flatten(),
-        names.seq_lens,
-        capacity=capacity,
-        q_lens=q_lens if has_all_tokens else None,
-    )
-    if not problem.variant.sparse_block:  # it may name pages that are not there
-        check_tables(args, problem, seq_lens, page_size)

@@ -6,6 +6,7 @@ It follows the kernels' rules for empty rows, masks and sinks, in float32, and i
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -18,7 +19,7 @@ from mlagen.families.common.reference import (
     without_autocast,
 )
 from mlagen.families.gqa.args import GqaArgs
-from mlagen.families.gqa.problem import GqaProblem, paged_caches, paged_scales
+from mlagen.families.gqa.problem import GqaProblem, Pair, paged_caches, paged_scales
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.variant import NVFP4_BLOCK
 
@@ -35,12 +36,40 @@ def decode_gqa(args: GqaArgs, problem: GqaProblem) -> tuple[torch.Tensor, torch.
     query = args.query.reshape(problem.tokens, *args.query.shape[-2:]).float()
     caches = paged_caches(args)
     scales = paged_scales(args, caches)
-    key_scales, value_scales = scales or (None, None)
     out = query.new_zeros(*query.shape[:-1], problem.out_shape[-1])
     lse = query.new_full(query.shape[:-1], -math.inf)
     if problem.variant.sparse_block:
         _decode_sparse(args, problem, query, out, lse)
-        return _finished(args, problem, out, lse)
+    elif args.has_head_tables:
+        for head in range(problem.kv_heads):
+            own = slice(head * problem.group_size, (head + 1) * problem.group_size)
+            parts = [
+                pair and Pair(*(part[:, :, head, None] for part in pair))
+                for pair in (caches, scales)
+            ]
+            assert args.seq_lens is not None
+            sinks = None if args.sinks is None else args.sinks.flatten()[own]
+            of_head = args._replace(
+                block_tables=args.block_tables[head], seq_lens=args.seq_lens[head], sinks=sinks
+            )
+            call = (of_head, replace(problem, kv_heads=1, heads=problem.group_size), query[:, own])
+            _decode_dense(*call, parts[0] or caches, parts[1], out[:, own], lse[:, own])
+    else:
+        _decode_dense(args, problem, query, caches, scales, out, lse)
+    return _finished(args, problem, out, lse)
+
+
+def _decode_dense(
+    args: GqaArgs,
+    problem: GqaProblem,
+    query: torch.Tensor,
+    caches: Pair,
+    scales: Pair | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Write the attention of every query token over the tokens of its request."""
+    key_scales, value_scales = scales or (None, None)
     mask = _mask_bits(args, problem)
     offsets = query_offsets(args.cum_seq_lens_q, problem.batch, problem.max_q_len)
     for index, (start, end) in enumerate(pairwise(offsets)):
@@ -64,7 +93,6 @@ def decode_gqa(args: GqaArgs, problem: GqaProblem) -> tuple[torch.Tensor, torch.
             out[token], lse[token] = _attend(
                 args, problem, query[token], keys[positions], values[positions]
             )
-    return _finished(args, problem, out, lse)
 
 
 def _finished(

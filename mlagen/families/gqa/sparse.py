@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from mlagen.families.common.arguments import (
     require,
     require_contiguous,
@@ -55,6 +57,21 @@ def check_sparse(args: GqaArgs, tokens: int, kv_heads: int, head_dim_vo: int) ->
         require_ints(args.token_to_req, names.token_to_req, device, ((tokens,),), why)
     _check_gate(args)
     return BlockIndices(count, indices.stride(-2), indices.stride(0) if heads else 0)
+
+
+def check_head_tables(args: GqaArgs, batch: int, kv_heads: int) -> torch.Tensor:
+    """Return block tables of each KV head, which exclude what positions in the request decide."""
+    names, name = args.names, args.names.block_tables
+    why = "KV heads, batch, pages"
+    tables = require_tensor(args.block_tables, name)
+    require_dims(tables, name, (3,))
+    shape = (kv_heads, batch, tables.shape[2])
+    require_ints(tables, name, args.query.device, (shape,), why)
+    keyword = "enable_block_sparse_attention"
+    require(args.window == 0, names.window, f"no window with {keyword}", args.window)
+    lengths = args.causal_seqlens_kv_global
+    require(lengths is None, "causal_seqlens_kv_global", f"None with {keyword}", "a tensor")
+    return tables
 
 
 def _check_gate(args: GqaArgs) -> None:

@@ -329,6 +329,7 @@ def gqa_sm90_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm90Spec | N
     is_covered = (
         arch.has_wgmma
         and not variant.has_output_gate
+        and not variant.has_head_tables
         and variant.kv_dtype in (variant.query_dtype, *QUANTIZED_DTYPES)
         and all(size % _ROW_STEP_BYTES == 0 for size in row_bytes)
         and (head_dim <= _MAX_PART_DIMS or head_dim == head_dim_vo == MAX_HEAD_DIM)

@@ -35,6 +35,7 @@ class GqaVariant(Variant):
     batch_invariant: bool = False  # the bits of a result do not depend on the rest of the batch
     sparse_block: int = 0  # tokens of a KV block that an index of a sparse call names; 0: dense
     has_output_gate: bool = False
+    has_head_tables: bool = False  # KV heads have block tables and lengths of their own
 
     def __post_init__(self) -> None:
         if self.head_dim_vo == self.head_dim:  # one kernel has one name

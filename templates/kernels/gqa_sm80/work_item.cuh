@@ -39,10 +39,15 @@ struct alignas(16) WorkItem {
     return params.num_splits;
   }
 
+  // Index of the sequence among block tables and lengths, which may be those of a KV head.
+  __device__ int table_idx(const Params& params) const {
+    return kHasHeadTables ? kv_head * params.num_seqs + seq_idx : seq_idx;
+  }
+
   // Page ids of the sequence: a row of the block table, or a part of the flat page ids of a plan.
   __device__ const int* page_ids(const Params& params) const {
     const i64 start = params.kv_indptr == nullptr
-                          ? seq_idx * static_cast<i64>(params.block_tables_stride)
+                          ? table_idx(params) * static_cast<i64>(params.block_tables_stride)
                           : params.kv_indptr[seq_idx];
     return params.block_tables + start;
   }
@@ -152,7 +157,7 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   work.first_query = m_tile_rows.first_query;
   work.first_row = m_tile_rows.first_row;
   work.rows = m_tile_rows.rows;
-  work.kv_len = clamp_kv_len(params.seq_lens[work.seq_idx], params.max_pages);
+  work.kv_len = clamp_kv_len(params.seq_lens[work.table_idx(params)], params.max_pages);
 
   const int first = work.query_of(params, 0);
   const int last = work.query_of(params, max(work.rows, 1) - 1);

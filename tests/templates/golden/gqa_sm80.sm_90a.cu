@@ -68,6 +68,7 @@ constexpr int kMaxSplits = 128;  // of a sequence, with fixed ones
 constexpr int kSparseBlock = 0;  // tokens that an index names; 0: dense
 constexpr bool kIsSparse = kSparseBlock > 0;
 constexpr int kIndexTokens = kIsSparse ? kSparseBlock : 1;
+constexpr bool kHasHeadTables = false;
 constexpr bool kHasOutputGate = false;
 constexpr int kSlices = 1;
 constexpr int kBlockM = 16;
@@ -892,10 +893,15 @@ struct alignas(16) WorkItem {
     return params.num_splits;
   }
 
+  // Index of the sequence among block tables and lengths, which may be those of a KV head.
+  __device__ int table_idx(const Params& params) const {
+    return kHasHeadTables ? kv_head * params.num_seqs + seq_idx : seq_idx;
+  }
+
   // Page ids of the sequence: a row of the block table, or a part of the flat page ids of a plan.
   __device__ const int* page_ids(const Params& params) const {
     const i64 start = params.kv_indptr == nullptr
-                          ? seq_idx * static_cast<i64>(params.block_tables_stride)
+                          ? table_idx(params) * static_cast<i64>(params.block_tables_stride)
                           : params.kv_indptr[seq_idx];
     return params.block_tables + start;
   }
@@ -1005,7 +1011,7 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   work.first_query = m_tile_rows.first_query;
   work.first_row = m_tile_rows.first_row;
   work.rows = m_tile_rows.rows;
-  work.kv_len = clamp_kv_len(params.seq_lens[work.seq_idx], params.max_pages);
+  work.kv_len = clamp_kv_len(params.seq_lens[work.table_idx(params)], params.max_pages);
 
   const int first = work.query_of(params, 0);
   const int last = work.query_of(params, max(work.rows, 1) - 1);
