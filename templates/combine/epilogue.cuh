@@ -4,6 +4,7 @@
 #pragma once
 
 #include "accumulators.cuh"
+#include "combine/fixed_splits.cuh"
 #include "combine/pairwise.cuh"
 #include "combine/partial.cuh"
 #include "combine/reduce_group.cuh"
@@ -127,13 +128,15 @@ __device__ inline void publish_or_combine(const Params& params, const WorkItem& 
 }
 
 // Final rows of a sequence with one split. Splits of others are combined after the last work item
-// of the CTA, see combine/fixed_splits.cuh.
+// of the CTA, or of the phase.
 __device__ inline void store_fixed_split(const Params& params, const WorkItem& work,
                                          SharedMemoryPlan& smem, const Accumulators& accumulators,
                                          const ThreadRows& rows) {
   if (work.num_splits == 1) {
     store_final(params, work, smem, accumulators, rows);
-  } else if (!ends_phase(work)) {
+  } else if (ends_phase(work)) {
+    combine_phase(params, smem);
+  } else {
     const CombineSmem nothing = {smem.query, 1, 0, 0, 0, 0};
     store_partial(params, work, smem, {-1}, nothing, accumulators, rows);
   }

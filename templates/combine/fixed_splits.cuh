@@ -9,7 +9,6 @@
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "pipeline/work_pipeline.cuh"
 #include "ptx/sync.cuh"
 #include "scheduler/grid_barrier.cuh"
 #include "scheduler/phases.cuh"
@@ -20,7 +19,8 @@
 
 // Called by the PV warps after the work items of the CTA, or of a phase, when no warp uses Q and
 // KV. The sum of a row takes its splits in an order that the length of its sequence determines.
-__device__ __noinline__ inline void combine_fixed_splits(const Params& params, SharedMemoryPlan& smem) {
+__device__ __noinline__ inline void combine_fixed_splits(const Params& params) {
+  SharedMemoryPlan& smem = shared_memory<SharedMemoryPlan>();
   const ReduceGroup all = {-1};
   TileScheduler scheduler(params, smem.scheduler_storage.range, cta_rank_in_group(params),
                           smem.scheduler_storage.initial_state);
@@ -49,27 +49,21 @@ __device__ __noinline__ inline void combine_fixed_splits(const Params& params, S
   if (!has_waited && all.is_leader()) pass_grid_barrier(params);
 }
 
-// Work loop of the PV warps, which combine splits after the last work item, and after each phase.
-template <bool kReloadsIndex = false, typename Process>
-__device__ inline void pv_work_loop(const Params& params, SharedMemoryPlan& smem, Process process) {
-  if constexpr (!kBatchInvariant) {
-    work_loop<kReloadsIndex>(smem, process);
-    return;
-  }
-  u32 work_idx = 0;
-#pragma unroll 1
-  while (true) {
-    work_idx = work_loop<kReloadsIndex, true>(smem, process, work_idx);
-    const bool is_last = __any_sync(~0u, work_idx == 0);
-    if (is_last && has_phases(smem.scheduler_storage)) return;
-    combine_fixed_splits(params, smem);
-    if (is_last) return;
-    // The next phase writes other partials to the same slots, and loads Q and KV.
-    const ReduceGroup all = {-1};
-    fence_proxy_async();
-    all.sync();
-    if (all.is_leader()) wait_for_grid(params, GridBarrier::PhaseCombined);
-    all.sync();
-    named_barrier_arrive(NamedBarrier::PhaseCombined, kPvThreads + kWarpLanes);
+// Combines a phase, of which the CTA has no further work item.
+__device__ inline void combine_phase(const Params& params, SharedMemoryPlan& smem) {
+  combine_fixed_splits(params);
+  // The next phase writes other partials to the same slots, and loads Q and KV.
+  const ReduceGroup all = {-1};
+  fence_proxy_async();
+  all.sync();
+  if (all.is_leader()) wait_for_grid(params, GridBarrier::PhaseCombined);
+  all.sync();
+  named_barrier_arrive(NamedBarrier::PhaseCombined, kPvThreads + kWarpLanes);
+}
+
+// Combines after the last work item; a launch with phases has done so.
+__device__ inline void combine_last(const Params& params, SharedMemoryPlan& smem) {
+  if constexpr (kBatchInvariant) {
+    if (!has_phases(smem.scheduler_storage)) combine_fixed_splits(params);
   }
 }

@@ -127,5 +127,6 @@ __device__ inline bool begin_phase(const Params& params, bool is_first, Schedule
   state = storage.initial_state;
   skip_to(params, state, storage.range.begin);
   store_state(storage.initial_state, state);
+  store_state(storage.current_state, state);
   return true;
 }

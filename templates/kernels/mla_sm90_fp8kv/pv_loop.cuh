@@ -15,6 +15,7 @@
 #include "config.cuh"
 #include "dequant.cuh"
 #include "load_query.cuh"
+#include "pipeline/work_pipeline.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/wgmma.cuh"
 #include "pv_block_softmax.cuh"
@@ -234,7 +235,7 @@ __device__ inline void pv_loop(const Params& params, const WorkCoord& first_work
   load_first_q(params, first_work, smem, smem.first_query_full, static_cast<int>(threadIdx.x),
                kPvThreads);
   u32 blocks_done = 0;  // KV blocks, over all work items
-  pv_work_loop<kStoredRopeDim == 0 || kPvHasSoftmax>(params, smem, [&](const WorkItem& work, u32) {
+  work_loop<kStoredRopeDim == 0 || kPvHasSoftmax>(smem, [&](const WorkItem& work, u32) {
     PvWarpgroup pv_warpgroup(smem, work, blocks_done);
     pv_warpgroup.process_work(params, blocks_done);
     finish_row_max(smem, work);
@@ -244,4 +245,5 @@ __device__ inline void pv_loop(const Params& params, const WorkCoord& first_work
     ThreadRows rows{smem, work_slot(work.work_idx)};
     epilogue(params, work, smem, pv_warpgroup.accumulators, rows);
   });
+  combine_last(params, smem);
 }
