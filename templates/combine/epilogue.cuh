@@ -135,7 +135,7 @@ __device__ inline void store_fixed_split(const Params& params, const WorkItem& w
   if (work.num_splits == 1) {
     store_final(params, work, smem, accumulators, rows);
   } else if (ends_phase(work)) {
-    combine_phase(params, smem);
+    if constexpr (kCallsCombine) call_combine_fixed_splits(params);
   } else {
     const CombineSmem nothing = {smem.query, 1, 0, 0, 0, 0};
     store_partial(params, work, smem, {-1}, nothing, accumulators, rows);

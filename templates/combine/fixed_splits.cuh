@@ -9,6 +9,7 @@
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "pipeline/work_pipeline.cuh"
 #include "ptx/sync.cuh"
 #include "scheduler/grid_barrier.cuh"
 #include "scheduler/phases.cuh"
@@ -19,12 +20,12 @@
 
 // Called by the PV warps after the work items of the CTA, or of a phase, when no warp uses Q and
 // KV. The sum of a row takes its splits in an order that the length of its sequence determines.
-__device__ __noinline__ inline void combine_fixed_splits(const Params& params) {
+__device__ inline void combine_fixed_splits(const Params& params) {
   SharedMemoryPlan& smem = shared_memory<SharedMemoryPlan>();
   const ReduceGroup all = {-1};
   TileScheduler scheduler(params, smem.scheduler_storage.range, cta_rank_in_group(params),
                           smem.scheduler_storage.initial_state);
-  bool waits = has_phases(smem.scheduler_storage);  // or has a split to combine
+  const bool ends_phase = has_phases(smem.scheduler_storage);
   bool has_waited = false;
   WorkCoord coord = scheduler.initial_work();
 #pragma unroll 1
@@ -32,7 +33,7 @@ __device__ __noinline__ inline void combine_fixed_splits(const Params& params) {
     WorkItem work;
     if (coord.seq_idx >= 0) scheduler.fill_splits(work);
     const bool is_combined = coord.seq_idx >= 0 && work.num_splits > 1;
-    if ((is_combined || waits) && !has_waited) {
+    if ((is_combined || ends_phase) && !has_waited) {
       all.sync();  // all warps have stored their splits
       if (all.is_leader()) wait_for_grid(params, GridBarrier::SplitsStored);
       all.sync();
@@ -47,13 +48,8 @@ __device__ __noinline__ inline void combine_fixed_splits(const Params& params) {
     coord = scheduler.next_work(false);
   }
   if (!has_waited && all.is_leader()) pass_grid_barrier(params);
-}
-
-// Combines a phase, of which the CTA has no further work item.
-__device__ inline void combine_phase(const Params& params, SharedMemoryPlan& smem) {
-  combine_fixed_splits(params);
+  if (!ends_phase) return;
   // The next phase writes other partials to the same slots, and loads Q and KV.
-  const ReduceGroup all = {-1};
   fence_proxy_async();
   all.sync();
   if (all.is_leader()) wait_for_grid(params, GridBarrier::PhaseCombined);
@@ -61,9 +57,27 @@ __device__ inline void combine_phase(const Params& params, SharedMemoryPlan& sme
   named_barrier_arrive(NamedBarrier::PhaseCombined, kPvThreads + kWarpLanes);
 }
 
-// Combines after the last work item; a launch with phases has done so.
-__device__ inline void combine_last(const Params& params, SharedMemoryPlan& smem) {
-  if constexpr (kBatchInvariant) {
-    if (!has_phases(smem.scheduler_storage)) combine_fixed_splits(params);
+// The same as a call, which leaves the PV loop more registers.
+__device__ __noinline__ inline void call_combine_fixed_splits(const Params& params) {
+  combine_fixed_splits(params);
+}
+
+// Work loop of the PV warps, which combine splits after the last work item, and after each phase;
+// with kCallsCombine, the epilogue combines phases.
+template <bool kReloadsIndex = false, typename Process>
+__device__ inline void pv_work_loop(const Params& params, SharedMemoryPlan& smem, Process process) {
+  if constexpr (!kBatchInvariant || kCallsCombine) {
+    work_loop<kReloadsIndex>(smem, process);
+    if (kBatchInvariant && !has_phases(smem.scheduler_storage)) call_combine_fixed_splits(params);
+    return;
+  }
+  u32 work_idx = 0;
+#pragma unroll 1
+  while (true) {
+    work_idx = work_loop<kReloadsIndex, true>(smem, process, work_idx);
+    const bool is_last = __any_sync(~0u, work_idx == 0);
+    if (is_last && has_phases(smem.scheduler_storage)) return;
+    combine_fixed_splits(params);
+    if (is_last) return;
   }
 }

@@ -118,21 +118,25 @@ __device__ inline void wait_query(const SharedMemoryPlan& smem, u32 work_idx) {
 
 // Work loop of a consumer warpgroup: processes the work items of the CTA in order.
 // `process` takes a work item and its index. `kReloadsIndex` makes the index opaque: otherwise
-// compilers may hold the address of the work item during the mainloop.
-template <bool kReloadsIndex = false, typename Process>
-__device__ inline void work_loop(SharedMemoryPlan& smem, Process process) {
-  u32 work_idx = 0;
+// compilers may hold the address of the work item during the mainloop. Begins with work item
+// `work_idx`, and may return after one that ends a phase; returns the index of the next one, 0
+// after the last.
+template <bool kReloadsIndex = false, bool kReturnsAfterPhase = false, typename Process>
+__device__ inline u32 work_loop(SharedMemoryPlan& smem, Process process, u32 work_idx = 0) {
   while (true) {
     wait(smem.work_full[work_slot(work_idx)], work_phase(work_idx));
     const WorkItem* work = &smem.work_items[work_slot(work_idx)];
-    if (work->seq_idx < 0) return;
+    if (work->seq_idx < 0) return 0;
     if constexpr (kReloadsIndex) {
       mov_b32(work_idx);
       work = &smem.work_items[work_slot(work_idx)];
     }
     process(*work, work_idx);
     work_idx = work->work_idx + 1;  // reloaded, so that the mainloop holds no register for it
+    bool returns = false;
+    if constexpr (kReturnsAfterPhase) returns = ends_phase(*work);
     __syncwarp();
     if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx - 1)]);
+    if (kReturnsAfterPhase && __any_sync(~0u, returns)) return work_idx;
   }
 }

@@ -157,6 +157,11 @@ class MlaSm90Spec(MlaKernelSpec):
         return self.list_split_tokens if self.is_sparse else self.request_split_tokens
 
     @property
+    def calls_combine(self) -> bool:
+        """Whether the combine of fixed splits is a call, which leaves the PV loop more registers."""
+        return True
+
+    @property
     def math_dtype(self) -> DType:
         """Element type of the MMA."""
         return self.variant.query_dtype
@@ -341,6 +346,14 @@ class MlaSm90Fp8KvSpec(_Fp8Spec):
         if self.has_two_pools:  # lists of some hundred tokens: one or two of them
             return ((128, 20),)
         return ((128, 128),) if self.variant.query_dtype.is_16bit else ((16, 64),)
+
+    @property
+    def calls_combine(self) -> bool:
+        """Whether the combine of fixed splits is a call: not beside an unsplit query.
+
+        With a call the compiler serializes the wgmma of its large tile (C7512).
+        """
+        return self.variant.query_dtype.is_16bit or self.swap_ab
 
     @property
     def has_ue8m0_scales(self) -> bool:

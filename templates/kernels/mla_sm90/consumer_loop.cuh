@@ -20,10 +20,9 @@ __device__ inline void consumer_loop(const Params& params, const WorkCoord& firs
   load_q_async(params, first_work, smem, static_cast<int>(threadIdx.x), kPvThreads);
   ConsumerState state(params, smem);
   finish_q_load(smem.first_query_full);
-  work_loop(smem, [&](const WorkItem& work, u32 work_idx) {
+  pv_work_loop(params, smem, [&](const WorkItem& work, u32 work_idx) {
     wait_query(smem, work_idx);
     if constexpr (kIsSparse) fence_proxy_async();  // wgmma reads what cp.async has written
     process_work(params, work, smem, state);
   });
-  combine_last(params, smem);
 }

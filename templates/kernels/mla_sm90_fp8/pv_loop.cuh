@@ -205,7 +205,7 @@ __device__ inline void pv_loop(const Params& params, const WorkCoord& first_work
   load_q_async(params, first_work, smem, static_cast<int>(threadIdx.x), kPvThreads);
   finish_q_load(smem.first_query_full);
   u32 blocks_done = 0;  // KV blocks, over all work items
-  work_loop<true>(smem, [&](const WorkItem& work, u32) {
+  pv_work_loop<true>(params, smem, [&](const WorkItem& work, u32) {
     PvWarpgroup pv_warpgroup(smem, work);
     pv_warpgroup.process_work(blocks_done);
     wait(smem.row_state_full[work_slot(work.work_idx)], work_phase(work.work_idx));
@@ -214,5 +214,4 @@ __device__ inline void pv_loop(const Params& params, const WorkCoord& first_work
     ThreadRows rows{smem, work_slot(work.work_idx)};
     epilogue(params, work, smem, pv_warpgroup.accumulators, rows);
   });
-  combine_last(params, smem);
 }

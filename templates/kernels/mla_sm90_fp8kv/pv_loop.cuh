@@ -235,15 +235,15 @@ __device__ inline void pv_loop(const Params& params, const WorkCoord& first_work
   load_first_q(params, first_work, smem, smem.first_query_full, static_cast<int>(threadIdx.x),
                kPvThreads);
   u32 blocks_done = 0;  // KV blocks, over all work items
-  work_loop<kStoredRopeDim == 0 || kPvHasSoftmax>(smem, [&](const WorkItem& work, u32) {
-    PvWarpgroup pv_warpgroup(smem, work, blocks_done);
-    pv_warpgroup.process_work(params, blocks_done);
-    finish_row_max(smem, work);
-    pv_warpgroup.row_sum.publish(smem, work_slot(work.work_idx));
-    // All row sums are published, and a NaN/Inf that either PV warpgroup found counts for both.
-    named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
-    ThreadRows rows{smem, work_slot(work.work_idx)};
-    epilogue(params, work, smem, pv_warpgroup.accumulators, rows);
-  });
-  combine_last(params, smem);
+  pv_work_loop<kStoredRopeDim == 0 || kPvHasSoftmax || kBatchInvariant>(
+      params, smem, [&](const WorkItem& work, u32) {
+        PvWarpgroup pv_warpgroup(smem, work, blocks_done);
+        pv_warpgroup.process_work(params, blocks_done);
+        finish_row_max(smem, work);
+        pv_warpgroup.row_sum.publish(smem, work_slot(work.work_idx));
+        // All row sums are published, and a NaN/Inf that either PV warpgroup found counts for both.
+        named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
+        ThreadRows rows{smem, work_slot(work.work_idx)};
+        epilogue(params, work, smem, pv_warpgroup.accumulators, rows);
+      });
 }
