@@ -325,7 +325,17 @@ _AROUND: dict[str, Any] = {"seq_lens": (511, 0, 773, 256, 257, 1600, 17)}
 _DRAFTS: dict[str, Any] = {"q_len": 4, "mask": "random", "window": 300}
 INVARIANT_CASES = [
     given("16 bits", 5, sink=2.0, **_AROUND),
-    given("more splits than levels are for", 3, seq_lens=(2700, 40, 1900), kv_heads=1, group=2),
+    given(
+        "more tokens than the most splits are for",
+        3,
+        seq_lens=(2700, 40, 1900),
+        kv_heads=1,
+        group=2,
+    ),
+    given(
+        "a rank of DCP", 3, seq_lens=(600, 0), q_len=4, committed=(1796, 5), page_size=64, **RANK
+    ),
+    given("a window of several splits", 7, seq_lens=(2300, 40), kv_heads=1, group=2, window=2048),
     given(
         "a rank of DCP", 3, seq_lens=(600, 0), q_len=4, committed=(1796, 5), page_size=64, **RANK
     ),

@@ -182,33 +182,27 @@ def fixed_splits() -> Iterator[TileScheduler]:
 
 @_settings
 @given(batch=batches)
-@example(batch=Batch((Seq(17 * 256), Seq(16 * 256), Seq(0)) * 20, 8, 33, 2))
+@example(batch=Batch((Seq(17 * 256), Seq(16 * 256 - 1), Seq(0)) * 20, 8, 33, 2))
 @example(batch=Batch((Seq(33 * 256 + 1, 9),) * 40, 8, 33, 2, is_causal=True, window=4096))
 def test_fixed_splits_follow_from_their_sequence_alone(
     fixed_splits: TileScheduler, batch: Batch
 ) -> None:
-    """A split is at multiples of its tokens from token 0, and CTAs have them in order."""
+    """Evenly cut by the KV blocks of their sequence, and CTAs have them in order."""
     schedule = schedule_of(fixed_splits, batch)
     expected = tiles_of(fixed_splits, batch)
     found = by_tile(schedule)
     assert found.keys() == expected.keys()
     for tile, splits in found.items():
         kv_len, q_len = batch.seqs[tile.seq_idx]
-        begin = max(kv_len - q_len + 1 - batch.window, 0) if batch.is_causal else 0
-        tokens = 256
-        while -(-(kv_len - begin) // tokens) > 16:
-            tokens *= 2
-        first = begin // tokens
-        count = max(-(-kv_len // tokens) - first, 1)
-        assert count <= 17
+        first = max(kv_len - q_len + 1 - batch.window, 0) // 128 if batch.is_causal else 0
+        blocks = -(-kv_len // 128) - first
+        count = next(n for n in (16, 8, 4, 2, 1) if n == 1 or blocks >= 2 * n)
         assert [split.split_idx for split in splits] == list(range(count))
-        blocks = set(expected[tile].kv_blocks)
         for split in splits:
-            start = (first + split.split_idx) * tokens
             mine = range(split.first_kv_block, split.end_kv_block)
-            inside = range(start // 128, (start + tokens) // 128)
+            ends = [first + (split.split_idx + i) * blocks // count for i in (0, 1)]
             assert split.num_splits == count
-            assert set(mine) == blocks.intersection(inside)
+            assert set(mine) == set(expected[tile].kv_blocks).intersection(range(*ends))
     for rank in range(batch.cta_group_size):
         works = [work for work in schedule.work_items if work.cta % batch.cta_group_size == rank]
         assert [work.first_split_cta + work.split_idx for work in works] == list(range(len(works)))

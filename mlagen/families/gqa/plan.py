@@ -81,7 +81,7 @@ def plan_gqa_sm90(spec: GqaSm90Spec, shape: ProblemShape, sm_count: int) -> GqaS
     total_tiles = shape.batch * num_tiles
     if not shape.q_len:
         total_tiles += shape.total_rows // (shape.kv_heads * rows) * num_tiles
-    kv_blocks = max(1, -(-shape.max_kv_len // spec.schedule_tokens(shape.max_kv_len)))
+    kv_blocks = spec.schedule_units(shape.max_kv_len)
     # A window that begins inside a KV block covers one block more.
     max_cta_groups = (
         min(sm_count // cta_group_size, total_tiles * (kv_blocks + 1)) if shape.total_rows else 0
@@ -133,8 +133,7 @@ def choose_kv_heads_per_cta(spec: GqaSm90Spec, shape: ProblemShape, sm_count: in
 
 def fits_in_int32(spec: GqaSm90Spec, plan: GqaSm90Plan, max_tokens: int) -> bool:
     """Return whether linear block indices fit in 32 bits, for up to ``max_tokens`` a sequence."""
-    kv_blocks = max(1, -(-max_tokens // spec.schedule_tokens(max_tokens)))
-    return plan.total_tiles * kv_blocks <= INT32_MAX
+    return plan.total_tiles * spec.schedule_units(max_tokens) <= INT32_MAX
 
 
 def _num_cta_groups(
@@ -161,9 +160,9 @@ def _num_cta_groups(
             )
         ]
     row_bytes = spec.key_row_bytes + spec.value_row_bytes
-    unit_tokens = spec.schedule_tokens(shape.max_kv_len)
-    kv_blocks = max(1, -(-shape.max_kv_len // unit_tokens))
-    kv_block_bytes = unit_tokens * spec.kv_heads_per_cta * row_bytes
+    units = spec.schedule_units(shape.max_kv_len)
+    unit_tokens = -(-shape.max_kv_len // units) if spec.split_tokens else spec.block_n
+    unit_bytes = unit_tokens * spec.kv_heads_per_cta * row_bytes
     rate_of_sm = _DEQUANT_BYTES_PER_US_OF_SM.get(spec.variant.kv_dtype.element, _BYTES_PER_US_OF_SM)
 
     def microseconds(num_cta_groups: int) -> float:
@@ -174,7 +173,7 @@ def _num_cta_groups(
         is_even = num_cta_groups in even
         splits = -(-num_cta_groups // num_tiles) + (0 if is_even else 1)
         combine = _COMBINE_US + _SPLIT_US * splits if splits > 1 else 0.0
-        reading = -(-num_tiles * kv_blocks // num_cta_groups) * num_ctas * kv_block_bytes / rate
+        reading = -(-num_tiles * units // num_cta_groups) * num_ctas * unit_bytes / rate
         return reading + combine + (0.0 if is_even else _UNEVEN_US)
 
     return min(

@@ -56,9 +56,9 @@ _WIDEST_RING_BYTES = {128: 80 * 1024}  # of the largest tiles, so that they comb
 _QUERY_BYTES = 2  # per element
 _VALUE_BYTES = 4  # per element of a warp's partial output
 _COMBINE_PADDING_BYTES = 16  # of kCombinePitch, per partial row
-# Tokens of a fixed split of batch-invariant kernels, which doubles while a sequence has too many.
-# CTAs that work on different splits of one sequence share its work evenly only if each has several;
-# a smaller split stores more partials for the tokens that it reads.
+# Min tokens of a fixed split of batch-invariant kernels; fewer than twice as many, unless the
+# sequence has the max number of splits. Shorter ones store more partials, and longer ones leave
+# more SMs idle where the batch is small.
 _SPLIT_TOKENS = 2048
 # Max fixed splits of a sequence: the largest power of two whose partials fit in the bytes that
 # other kernels need too, so that all calls take a workspace of one size. At a batch of one, CTAs
@@ -72,8 +72,7 @@ _RANGE_SLOTS = 2  # partials of a CTA: of the split that its range begins with, 
 
 
 def _tree_levels(max_splits: int) -> int:
-    # A window that begins inside a split covers one more.
-    return max_splits.bit_length()
+    return max_splits.bit_length() - 1
 
 
 def _slots_of(tree_levels: int) -> int:
@@ -136,23 +135,24 @@ class GqaSm90Spec(GqaSpec):
         """Tokens of a fixed split of a short sequence; 0 if splits follow the ranges of CTAs."""
         return _SPLIT_TOKENS if self.variant.batch_invariant else 0
 
-    def schedule_tokens(self, max_kv_len: int) -> int:
-        """Return the tokens of a block of the schedule, for sequences of up to ``max_kv_len``."""
+    def schedule_units(self, kv_len: int) -> int:
+        """Return the units of a work tile in the schedule: KV blocks, or fixed splits of these."""
+        kv_blocks = max(1, -(-kv_len // self.block_n))
         if not self.split_tokens:
-            return self.block_n
-        max_tokens = self.split_tokens * self.max_splits
-        return self.split_tokens << (max(max_kv_len - 1, 0) // max_tokens).bit_length()
+            return kv_blocks
+        limit = max(1, kv_blocks // (self.split_tokens // self.block_n))
+        return min(1 << (limit.bit_length() - 1), self.max_splits)
 
     @property
     def max_splits(self) -> int:
-        """Max fixed splits of the tokens that a sequence attends to, a power of two."""
+        """Max fixed splits of a sequence, a power of two."""
         slot = self._partial_bytes
         fits = [n for n in _MAX_SPLITS if _slots_of(_tree_levels(n)) * slot <= _MAX_PARTIAL_BYTES]
         return max(fits, default=min(_MAX_SPLITS))
 
     @property
     def tree_levels(self) -> int:
-        """Levels of the tree that combines fixed splits."""
+        """Levels of the tree that combines fixed splits, below its root."""
         return _tree_levels(self.max_splits)
 
     @property

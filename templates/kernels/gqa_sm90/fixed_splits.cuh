@@ -123,14 +123,12 @@ __device__ inline void store_fixed_split(const Params& params, const WorkItem& w
 
 // The nodes of all CTAs of a work tile, in ascending order.
 struct NodeList {
-  static constexpr int kCapacity = kMaxSplits + 1;  // a window may cover one split more
-
   struct Node {
     int slot;
     int num_sums;  // with the nodes before it, the nearest one first
   };
-  Node nodes[kCapacity];
-  u32 starts[(kCapacity + kWarpLanes - 1) / kWarpLanes];  // splits that nodes begin with
+  Node nodes[kMaxSplits];
+  u32 starts[(kMaxSplits + kWarpLanes - 1) / kWarpLanes];  // splits that nodes begin with
 
   // Called by all consumers. Returns the number of nodes.
   __device__ int fill(const Params& params, const WorkItem& work, const ScheduleRange& range) {

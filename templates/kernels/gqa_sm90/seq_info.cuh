@@ -13,16 +13,29 @@ struct SeqInfo {
   int kv_len;  // tokens in the cache, the new ones included
   int m_tiles;  // of one kv head; 0 if cu_seqlens_q points outside the query tensor
   int num_tiles;  // work tiles: one M tile of kKvHeadsPerCta kv heads for each CTA of a group
-  int unit_tokens;  // of a unit of the schedule: a KV block, or a fixed split
-  int first_kv_block;  // unit that any row attends to
-  int num_kv_blocks;  // from first_kv_block on
+  int first_kv_block;  // that any row attends to
+  int num_kv_blocks;  // from first_kv_block on; of batch-invariant kernels, their fixed splits
+  int blocks_to_split;  // of these kernels, the KV blocks
 };
 
-// Tokens of the fixed splits of a sequence whose rows attend to `tokens`: by these alone, so that
-// no other sequence has an influence.
-__device__ inline int split_tokens_of(int tokens) {
-  constexpr int kMaxTokens = kMaxSplits * kSplitTokens;
-  return kSplitTokens << 32 - __clz(max(tokens - 1, 0) / max(kMaxTokens, 1));
+constexpr int kMinSplitBlocks = kSplitTokens / kBlockN;
+
+// Fixed splits of KV blocks, by their number alone, so that no other sequence has an influence: a
+// power of two, so that the CTA groups of a GPU share the splits of one sequence about evenly.
+// Those of a sparse call are equally long, because the width of its indices must have none either.
+__device__ inline int num_fixed_splits(int kv_blocks) {
+  if constexpr (!kBatchInvariant) return kv_blocks;
+  if (kv_blocks <= 0) return 0;
+  if constexpr (kIsSparse) return min(ceil_div(kv_blocks, kMinSplitBlocks), kMaxSplits);
+  return min(1 << 31 - __clz(max(kv_blocks / kMinSplitBlocks, 1)), kMaxSplits);
+}
+
+// First KV block of fixed split `split`, from the first one of the sequence on.
+__device__ inline int fixed_split_begin(const SeqInfo& seq_info, int split) {
+  const int num_splits = max(seq_info.num_kv_blocks, 1);
+  if (kIsSparse && split < num_splits) return split * kMinSplitBlocks;
+  const i64 scaled = static_cast<i64>(seq_info.blocks_to_split) * split;
+  return kIsSparse ? seq_info.blocks_to_split : static_cast<int>(scaled >> 31 - __clz(num_splits));
 }
 
 // First token in the sliding window of a query token.
@@ -33,12 +46,12 @@ __device__ inline int window_kv_begin(const Params& params, int kv_len, int q_le
 // Sets the KV blocks that any row attends to.
 __device__ inline void set_kv_blocks(const Params& params, SeqInfo& seq_info, int seq_len) {
   seq_info.kv_len = min(max(seq_len, 0), params.max_tokens);
-  const int kv_begin = window_kv_begin(params, seq_info.kv_len, seq_info.q_len, 0);
-  seq_info.unit_tokens = kBlockN;
-  if constexpr (kBatchInvariant) seq_info.unit_tokens = split_tokens_of(seq_info.kv_len - kv_begin);
-  seq_info.first_kv_block = kv_begin / seq_info.unit_tokens;
-  seq_info.num_kv_blocks =
-      ceil_div(seq_info.kv_len, seq_info.unit_tokens) - seq_info.first_kv_block;
+  seq_info.first_kv_block = window_kv_begin(params, seq_info.kv_len, seq_info.q_len, 0) / kBlockN;
+  seq_info.num_kv_blocks = ceil_div(seq_info.kv_len, kBlockN) - seq_info.first_kv_block;
+  if constexpr (kBatchInvariant) {
+    seq_info.blocks_to_split = seq_info.num_kv_blocks;
+    seq_info.num_kv_blocks = num_fixed_splits(seq_info.blocks_to_split);
+  }
 }
 
 // Length of a sequence, unchecked. A sparse call has the same for all: that of its indices.

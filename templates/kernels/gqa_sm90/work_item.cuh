@@ -154,9 +154,8 @@ __device__ inline WorkItem work_at(const Params& params, const ScheduleRange& ra
   int begin = seq_info.first_kv_block + state.first_kv_block(range);
   int end = seq_info.first_kv_block + state.end_kv_block(range);
   if constexpr (kBatchInvariant) {
-    const int kv_blocks = seq_info.unit_tokens / kBlockN;
-    begin = (seq_info.first_kv_block + state.split) * kv_blocks;
-    end = begin + kv_blocks;
+    begin = seq_info.first_kv_block + fixed_split_begin(seq_info, state.split);
+    end = seq_info.first_kv_block + fixed_split_begin(seq_info, state.split + 1);
   }
   work.first_kv_block = max(begin, work.kv_begin / kBlockN);
   const int end_kv_block = min(end, ceil_div(work.kv_end, kBlockN));
