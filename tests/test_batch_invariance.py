@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from mlagen.decode import BatchDecodeWithPagedKVCacheWrapper
 from mlagen.errors import ArgumentError
 from mlagen.families.common import turns
 from mlagen.families.dispatch import GQA, MLA
 from mlagen.families.gqa import plan as gqa_plan
 from mlagen.families.mla import plan as mla_plan
 from mlagen.families.mla.args import MlaArgs
+from mlagen.mla import BatchMLAPagedAttentionWrapper
 from mlagen.settings import current_settings
 from mlagen.spec.gqa import sm80 as gqa_sm80
 from mlagen.spec.mla import sm80 as mla_sm80
@@ -153,3 +155,54 @@ def test_a_small_workspace_takes_turns(
     assert starts == [4 * sum(turns_of[:turn]) for turn in range(len(turns_of))]
     ends = [launch.values["out"] - call.out.data_ptr() for launch in decodes]
     assert ends == [start // 4 * call.out[0].nbytes for start in starts]
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_a_plan_for_graphs_has_a_bound_of_the_lengths(is_on: bool) -> None:
+    """Replays may have one request with all page ids; without the mode a mean is enough."""
+    requests = inv.build(Facts(kv_heads=2, head_dim=64, page_size=64), (70, 1), "cpu")
+    csr = Batch(of=requests, idx=torch.arange(2)).csr()
+    names = {"indptr": 3, "indices": 40, "last_page_len": 2}
+    buffers: dict[str, Any] = {
+        f"paged_kv_{name}_buffer": torch.zeros(size, dtype=torch.int32)
+        for name, size in names.items()
+    }
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(0), "NHD", use_cuda_graph=True, **buffers
+    )
+    sizes: dict[str, Any] = {**csr, "num_qo_heads": 16, "num_kv_heads": 2, "head_dim": 64}
+    sizes |= {"page_size": 64, "q_data_type": torch.bfloat16}
+    wrapper.plan(**sizes, disable_split_kv=is_on)
+    assert wrapper._plan is not None
+    assert wrapper._plan.max_kv_len == 64 * (40 if is_on else 20)
+
+    mla = inv.build(Facts(), (70, 1), "cpu")
+    given = Batch(of=mla, idx=torch.arange(2))
+    ids = given.csr()
+    parts: dict[str, Any] = {
+        "qo_indptr": given.offsets,
+        "kv_indptr": ids["indptr"],
+        "kv_indices": ids["indices"],
+        "kv_len_arr": given.lens,
+    }
+    own: dict[str, Any] = {name: part.clone() for name, part in parts.items()}
+    graph = BatchMLAPagedAttentionWrapper(torch.empty(0), use_cuda_graph=True, **own)
+    sizes = {"num_heads": 16, "head_dim_ckv": 512, "head_dim_kpe": 64, "page_size": 64}
+    sizes |= {"causal": True, "sm_scale": 1.0}
+    sizes |= dict.fromkeys(("q_data_type", "kv_data_type"), torch.bfloat16)
+    graph.plan(**parts, **sizes, batch_invariant=is_on)
+    assert graph._plan is not None
+    assert graph._plan.max_kv_len == (3 * 64 if is_on else 96)
+
+
+def test_a_request_to_turn_the_mode_off_beside_fixed_splits_is_an_error() -> None:
+    """Both say whether a plan is batch-invariant."""
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(0))
+    given: dict[str, Any] = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 16}
+    for name, size in {"indptr": 2, "indices": 1, "last_page_len": 1}.items():
+        given[name] = torch.zeros(size, dtype=torch.int32)
+    rule = "expected None or True with fixed_split_size or disable_split_kv, got False"
+    requested: tuple[dict[str, Any], ...] = ({"fixed_split_size": 2048}, {"disable_split_kv": True})
+    for keywords in requested:
+        with pytest.raises(ArgumentError, match=f"^batch_invariant: {rule}$"):
+            wrapper.plan(**given, **keywords, batch_invariant=False)
