@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from mlagen.families.common.dispatch import AnyLauncher, Dispatcher
+from mlagen.families.common.dispatch import Dispatcher
+from mlagen.families.common.launchers import Launcher
 from mlagen.families.common.problem import ProblemShape
 from mlagen.families.dispatch import GQA, MLA
 from mlagen.families.gqa import plan as gqa_plan
@@ -22,7 +23,7 @@ IS_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9
 needs_sm90 = pytest.mark.skipif(not IS_SM90, reason="needs an sm_90 GPU")
 
 
-def launchers_of(calls: Dispatcher) -> list[AnyLauncher]:
+def launchers_of(calls: Dispatcher) -> list[Launcher]:
     """Return the launchers of the calls that are cached."""
     return [each.launcher for entries in calls._guarded.values() for each in entries]
 

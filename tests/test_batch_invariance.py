@@ -13,7 +13,6 @@ import torch
 
 from mlagen.decode import BatchDecodeWithPagedKVCacheWrapper
 from mlagen.errors import ArgumentError
-from mlagen.families.common import turns
 from mlagen.families.dispatch import GQA, MLA
 from mlagen.families.gqa import plan as gqa_plan
 from mlagen.families.mla import plan as mla_plan
@@ -73,34 +72,30 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             args, problem = calls.family.validate(args)
             on_gpu = replace(problem, device=torch.device("cuda", 0))
             launcher = calls.plan(args, on_gpu, current_settings())
-            if isinstance(launcher, turns.TurnsLauncher):
-                launcher.problem = problem
-            else:
-                launcher = replace(launcher, problem=problem)
+            launcher = replace(launcher, problem=problem)
             return calls.launch(launcher, args)
 
         monkeypatch.setattr(calls, "run", run)
     return sm_count
 
 
-# The form, its facts, the most splits of a request, and the least bytes that all launches share.
-EMULATED: dict[str, tuple[str, dict[str, Any], int, int]] = {
-    "mla": ("mla", {"heads": 8}, 16, 1 << 20),
-    "ragged mla": ("ragged mla", {"heads": 8}, 16, 1 << 25),
-    "mla of two splits": ("mla", {"heads": 8}, 2, 1 << 20),
-    "gqa": ("gqa", {"heads": 8}, 16, 1 << 18),
-    "gqa wrapper": ("gqa wrapper", {"heads": 16}, 2, 1 << 18),
-    "ragged gqa": ("ragged gqa", {"heads": 8}, 16, 1 << 25),
+# The form, its facts, and the most splits of a request.
+EMULATED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "mla": ("mla", {"heads": 8}, 16),
+    "ragged mla": ("ragged mla", {"heads": 8}, 16),
+    "mla of two splits": ("mla", {"heads": 8}, 2),
+    "gqa": ("gqa", {"heads": 8}, 16),
+    "gqa wrapper": ("gqa wrapper", {"heads": 16}, 2),
+    "ragged gqa": ("ragged gqa", {"heads": 8}, 16),
 }
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize(("name", "facts", "max_splits", "size"), EMULATED.values(), ids=EMULATED)
+@pytest.mark.parametrize(("name", "facts", "max_splits"), EMULATED.values(), ids=EMULATED)
 def test_the_emulated_kernels_are_batch_invariant(
     name: str,
     facts: dict[str, Any],
     max_splits: int,
-    size: int,
     emulated: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -116,24 +111,19 @@ def test_the_emulated_kernels_are_batch_invariant(
         torch.testing.assert_close(one, near, atol=0.02, rtol=0.02)
     for seed in range(2):
         emulated[0] = 1 + 7 * seed
-        batch = inv.random_batch(requests, seed, 8, workspace_bytes=(1 << 25, size)[seed])
+        batch = inv.random_batch(requests, seed, 8, workspace_bytes=48 << (20 + seed))
         assert inv.differing(form, batch, expected) == []
 
 
-@pytest.mark.parametrize(
-    ("share", "turns_of"), [(1, [8]), (2, [4, 4]), (3, [2, 2, 2, 2]), (8, [1] * 8), (9, None)]
-)
-def test_a_small_workspace_takes_turns(
-    share: int, turns_of: list[int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fewest that fit; without enough for one request, the error has the bytes for all."""
+def test_a_small_workspace_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the bytes of all splits, of their states, and of the number of each row."""
     launches = record_launches(monkeypatch, arch=SM_80)
     needed = 8 * 16 * (4 * (512 + 1) * 4 + 4)  # requests, heads, splits
     requests = inv.build(Facts(), [10] * 8, "cpu")
     args = MlaArgs(
         query=requests.query[:8],
         kv_cache=requests.pools["cache"],
-        workspace_buffer=torch.zeros(needed // share, dtype=torch.uint8),
+        workspace_buffer=torch.zeros(needed, dtype=torch.uint8),
         kv_lora_rank=512,
         qk_rope_head_dim=64,
         block_tables=requests.tables[:8],
@@ -141,20 +131,10 @@ def test_a_small_workspace_takes_turns(
         max_seq_len=4096,
         batch_invariant=True,
     )
-    if turns_of is None:
-        rule = f"expected {needed} bytes or more for this call, got {needed // share} bytes"
-        with pytest.raises(ArgumentError, match=f"^workspace_buffer: {rule}$"):
-            launched(args, launches)
-        return
-    call = launched(args, launches)
-    decodes = [launch for launch in call.launches if launch.family == "mla_sm80"]
-    assert [launch.values["num_seqs"] for launch in decodes] == turns_of
-    assert len(call.launches) == 2 * len(turns_of)
-    first = requests.lens.data_ptr()
-    starts = [launch.values["seq_lens"] - first for launch in decodes]
-    assert starts == [4 * sum(turns_of[:turn]) for turn in range(len(turns_of))]
-    ends = [launch.values["out"] - call.out.data_ptr() for launch in decodes]
-    assert ends == [start // 4 * call.out[0].nbytes for start in starts]
+    assert launched(args, launches).families == ["mla_sm80", "combine"]
+    rule = f"expected {needed} bytes or more for this call, got {needed - 1} bytes"
+    with pytest.raises(ArgumentError, match=f"^workspace_buffer: {rule}$"):
+        launched(args._replace(workspace_buffer=args.workspace_buffer[:-1]), launches)
 
 
 @pytest.mark.parametrize("is_on", [False, True])

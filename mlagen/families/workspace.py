@@ -57,8 +57,6 @@ from mlagen.spec.mla.sm80 import TILES as MLA_TILES
 from mlagen.spec.mla.sm90 import MLA_SM90, MlaSm90Spec
 from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
 
-_INVARIANT_FACTOR = 8  # of the bytes of all calls, where calls are batch-invariant
-
 _GQA_KV_DTYPES = {**DTYPES, **QUANTIZED}
 
 
@@ -87,9 +85,8 @@ def workspace_bytes(
 
     A call uses the end of a larger buffer, at a multiple of 128 bytes from its base address. A
     larger batch may need fewer bytes. No MLA call needs more than 513 KiB for each SM of the GPU,
-    unless it is batch-invariant: these bytes grow with batch, rows and length. With less workspace,
-    but enough for one request, such a call takes its requests in turns, if all have as many query
-    tokens.
+    unless it is batch-invariant and takes the sm80 kernel: those bytes grow with batch, rows and
+    length.
 
     Parameters
     ----------
@@ -217,8 +214,8 @@ def max_workspace_bytes(device: torch.device | int | str = 0) -> int:
     For a buffer that is allocated before the calls are known. A plan has at most four waves of
     CTAs, and their partial results need at most 513 KiB for each SM: 66.1 MiB with 132 SMs.
 
-    Batch-invariant calls may need more, or take turns; see :func:`mlagen.workspace_bytes`. With
-    ``MLAGEN_BATCH_INVARIANT=1`` the result is eight times as much, for fewer turns.
+    Batch-invariant calls that take an sm80 kernel may need more; see
+    :func:`mlagen.workspace_bytes`.
 
     Parameters
     ----------
@@ -238,8 +235,7 @@ def max_workspace_bytes(device: torch.device | int | str = 0) -> int:
     if isinstance(device, (torch.device, str)) and _parsed(device).type == "cpu":
         return 0
     index = _gpu_index(device)
-    factor = _INVARIANT_FACTOR if current_settings().batch_invariant else 1
-    return factor * device_facts(index).sm_count * _max_bytes_per_sm(arch_of_device(index))
+    return device_facts(index).sm_count * _max_bytes_per_sm(arch_of_device(index))
 
 
 def call_workspace_bytes(args: MlaArgs) -> int:

@@ -78,7 +78,7 @@ class Batch:
     idx: torch.Tensor
     spare_columns: int = 0
     spare_len: int = 0  # added to max_seq_len
-    workspace_bytes: int = 32 << 20
+    workspace_bytes: int = 96 << 20
     batch_invariant: bool | None = True
 
     @cached_property

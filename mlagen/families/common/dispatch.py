@@ -23,7 +23,6 @@ from mlagen.families.common.launchers import (
     Launcher,
     NotCoveredError,
     OutputSpec,
-    SmallWorkspaceError,
     Tensors,
     new_outputs,
     output_specs,
@@ -36,7 +35,6 @@ from mlagen.families.common.memory import check_memory
 from mlagen.families.common.no_backward import record_output, record_write, tensors_of, wants_grad
 from mlagen.families.common.problem import ProblemShape
 from mlagen.families.common.tensor_guard import Guard, is_nested, make_guard
-from mlagen.families.common.turns import TurnsLauncher, plan_turns
 from mlagen.runtime import partition
 from mlagen.runtime.launch import Launch, records, report
 from mlagen.runtime.partition import WHOLE_GPU, TooManyCtasError, partition_of, record_rejection
@@ -56,7 +54,6 @@ _pointer_of, _shape_of = torch.Tensor.data_ptr, attrgetter("shape")
 _NOTHING = Computed((), lambda *_: ())
 
 Given = tuple[torch.Tensor | None, ...]  # the outputs that the caller gave
-AnyLauncher = Launcher | TurnsLauncher
 
 
 class CallKey(NamedTuple):
@@ -93,7 +90,7 @@ class _Guarded(NamedTuple):
     """A launcher, the guard of the tensors that it takes, and its other arguments."""
 
     guard: Guard
-    launcher: AnyLauncher
+    launcher: Launcher
     fixed: tuple[Any, ...]
 
 
@@ -208,34 +205,14 @@ class Dispatcher:
                 store_bounded(self._guarded, guarded_key, (entry, *others), _MAX_KEYS)
         return self.launch(launcher, args, key, guard, given)
 
-    def plan(
-        self, args: Any, problem: Any, settings: Settings, sms: int = WHOLE_GPU
-    ) -> AnyLauncher:
-        """Choose the kernel for a context of ``sms`` SMs, and return its launcher."""
-        require_gpu(problem.device, args.names.query)
-
-        def plan_part(part: Any) -> Launcher:
-            return self._plan(part, self.family.check_problem(part), settings, sms)
-
-        launcher: AnyLauncher
-        try:
-            launcher = self._plan(args, problem, settings, sms)
-        except SmallWorkspaceError as error:
-            if not problem.variant.batch_invariant:
-                raise
-            launcher = plan_turns(args, problem, error, plan_part)
-        if is_logged():
-            shape = self.family.shape_of(args, problem)
-            log_choice(launcher.decode.spec, launcher.plan, shape, args.max_seq_len)
-        return launcher
-
-    def _plan(self, args: Any, problem: Any, settings: Settings, sms: int) -> Launcher:
-        """Return the launcher of the sm90 kernel, or else of the sm80 kernel.
+    def plan(self, args: Any, problem: Any, settings: Settings, sms: int = WHOLE_GPU) -> Launcher:
+        """Choose the kernel for a context of ``sms`` SMs, and return its launcher.
 
         No batch may change the kernel of a batch-invariant call.
         """
+        require_gpu(problem.device, args.names.query)
         try:
-            return self.family.sm90_launcher(args, problem, settings, sms)
+            launcher = self.family.sm90_launcher(args, problem, settings, sms)
         except UnsupportedError as error:
             if self.family.kernel_of(settings) == "sm90":
                 raise
@@ -243,7 +220,11 @@ class Dispatcher:
                 why = reason_of(error)
                 raise UnsupportedError(f"batch_invariant: another kernel, as {why}") from error
             log_declined(error)
-            return self.family.sm80_launcher(args, problem, max(sms, WHOLE_GPU))
+            launcher = self.family.sm80_launcher(args, problem, max(sms, WHOLE_GPU))
+        if is_logged():
+            shape = self.family.shape_of(args, problem)
+            log_choice(launcher.decode.spec, launcher.plan, shape, args.max_seq_len)
+        return launcher
 
     def _find(self, key: Hashable, tensors: Tensors, args: Any) -> _Guarded | None:
         """Return the launcher of a key that takes the tensors and the other arguments, if any."""
@@ -272,7 +253,7 @@ class Dispatcher:
 
     def launch(
         self,
-        launcher: AnyLauncher,
+        launcher: Launcher,
         args: Any,
         key: CallKey | None = None,
         guard: Guard | None = None,
@@ -295,7 +276,7 @@ class Dispatcher:
 
     def _store_replay(
         self,
-        launcher: AnyLauncher,
+        launcher: Launcher,
         args: Any,
         key: CallKey,
         guard: Guard,

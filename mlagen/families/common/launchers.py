@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from mlagen.engine import kernel_for
-from mlagen.errors import ArgumentError, UnsupportedError
-from mlagen.families.common.arguments import INT32_MAX
+from mlagen.errors import UnsupportedError
+from mlagen.families.common.arguments import INT32_MAX, require
 from mlagen.families.common.problem import Problem
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
@@ -307,16 +307,6 @@ class NotCoveredError(UnsupportedError):
     """No sm90 kernel serves such a call, whatever its batch."""
 
 
-class SmallWorkspaceError(ArgumentError):
-    """A workspace has too few bytes for a call."""
-
-    def __init__(self, argument: str, needed: int, given: int) -> None:
-        rule = f"expected {needed} bytes or more for this call"
-        super().__init__(f"{argument}: {rule}, got {given} bytes")
-        self.needed = needed
-        self.given = given
-
-
 def scratch_offset(workspace: torch.Tensor, argument: str, needed: int) -> int:
     """Return the offset of a call's ``needed`` scratch bytes in its workspace.
 
@@ -324,8 +314,8 @@ def scratch_offset(workspace: torch.Tensor, argument: str, needed: int) -> int:
     front and must stay zero.
     """
     given = workspace.numel() * workspace.element_size()
-    if given < needed:
-        raise SmallWorkspaceError(argument, needed, given)
+    rule = f"{needed} bytes or more for this call"
+    require(given >= needed, argument, rule, f"{given} bytes")
     # Whole cache lines from the base address, whose alignment is checked; the end has none.
     return (given - needed) // _LINE_BYTES * _LINE_BYTES
 
