@@ -527,6 +527,7 @@ class TritonAttentionBackend:
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
     get_name = get_impl_cls = get_builder_cls = staticmethod(stub())
     supports_compute_capability = method("capability", result=True)
+    supports_batch_invariance = method("", result=True)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
