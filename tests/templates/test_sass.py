@@ -51,6 +51,7 @@ KERNELS: list[KernelSpec] = [
         if rows * head_dim <= 32 * 128
     ),
     *(gqa_sm90(rows=rows, kv_dtype=DType.NVFP4, page_size=64) for rows in (8, 32)),
+    *(gqa_sm90(rows=rows, kv_dtype=DType.INT8_PER_TOKEN_HEAD) for rows in (8, 32)),
     *(gqa_sm90(kv_dtype=kv_dtype, kv_heads_per_cta=2) for kv_dtype in (DType.E4M3, DType.INT8)),
     *(gqa_sm90(rows=rows, has_soft_cap=True) for rows in (8, 32)),
     gqa_sm90(has_dcp=True, separate_page_ids=True),
