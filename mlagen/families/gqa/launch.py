@@ -107,7 +107,7 @@ class GqaLauncher(Launcher):
     """Launcher of grouped-query calls."""
 
     maps: GqaCacheMaps | None = None  # None: a kernel without TMA
-    cache_alignment: int = ALIGNMENT_BYTES
+    cache_alignment: int
 
     def complete(self, args: GqaArgs, values: dict[str, Any]) -> None:
         """Reject misaligned tensors, and add the tensor maps."""
@@ -128,8 +128,7 @@ def make_sm80_launcher(args: GqaArgs, problem: GqaProblem, sms: int = WHOLE_GPU)
     spec, plan = plan_within(
         args.workspace_buffer, sms, lambda sms: plan_gqa_sm80_call(index, variant, shape, sms=sms)
     )
-    alignment = max(alignment_of(args, cache) for cache in paged_caches(args))
-    return _make_launcher(args, problem, plan, spec, named(plan, _SM80), cache_alignment=alignment)
+    return _make_launcher(args, problem, plan, spec, named(plan, _SM80))
 
 
 def make_sm90_launcher(
@@ -182,7 +181,12 @@ def make_sm90_launcher(
 
 
 def _make_launcher(
-    args: GqaArgs, problem: GqaProblem, plan: Any, spec: GqaSpec, planned: Sources, **others: Any
+    args: GqaArgs,
+    problem: GqaProblem,
+    plan: Any,
+    spec: GqaSpec,
+    planned: Sources,
+    maps: GqaCacheMaps | None = None,
 ) -> GqaLauncher:
     is_e4m3 = problem.variant.out_dtype is DType.E4M3
     value_tables: Source = 0
@@ -211,7 +215,9 @@ def _make_launcher(
         },
         named(problem, f"{_OF_PROBLEM} {_OF_VARIANT}"),
     )
-    return make_launcher(GqaLauncher, args, problem, plan, spec, sources, _KNOWN, **others)
+    alignment = max(alignment_of(args, cache) for cache in paged_caches(args))
+    facts = {"maps": maps, "cache_alignment": alignment}
+    return make_launcher(GqaLauncher, args, problem, plan, spec, sources, _KNOWN, **facts)
 
 
 def _schedule_tokens(problem: GqaProblem) -> int:
