@@ -28,6 +28,8 @@ LENS, THREE_SEQUENCES = ints(1, 2), {"last_page_len": ints(1, 1, 1), "indptr": i
 DRAFTS = GqaCase(seq_lens=(70, 3), q_len=2, sink=3.0).build("cpu")
 MASKED = GqaCase(seq_lens=(70, 3), q_len=2, mask="random").build("cpu")
 TABLES, SEPARATE = DRAFTS.block_tables, {"uses_shared_paged_kv_idx": False}
+TOP_K: dict[str, Any] = {"sparse_top_k": 8, "sinks": None, "seq_lens": LENS[[0, 0, 0, 0]]}
+INDICES = torch.zeros(4, 2, 8, dtype=torch.int32)
 HEADS = {"enable_block_sparse_attention": True}
 HEAD_TABLES: dict[str, Any] = {
     "block_tables": torch.stack([TABLES] * 2),
@@ -194,7 +196,28 @@ ROWS: dict[str, list[Row]] = {
             RANK | SEPARATE | {"block_tables": TABLES[:, None].expand(-1, 2, -1)},
             ": expected one table for keys and values with causal_seqlens_kv_global, got two",
         ),
-        ("sparse_top_k", 64, ": not implemented, expected 0, got 64"),
+        ("", TOP_K, "block_tables.ndim: expected 3, got 2"),
+        (
+            "",
+            TOP_K | {"block_tables": INDICES[:, :1]},
+            "block_tables.shape: expected [4, 2, 8] ...",
+        ),
+        (
+            "",
+            TOP_K | {"block_tables": INDICES},
+            "kv_cache[0]: expected 1 KV head with sparse_top_k, got 2",
+        ),
+        ("", TOP_K | {"block_tables": None}, "block_tables: expected a torch.Tensor, got NoneType"),
+        ("", TOP_K | {"sinks": torch.zeros(8)}, "sinks: expected None with sparse_top_k, got ..."),
+        ("", TOP_K | {"window_left": 3}, "window_left: expected no window with sparse_top_k..."),
+        (
+            "",
+            TOP_K | RANK,
+            "causal_seqlens_kv_global: expected None with sparse_top_k, got a tensor",
+        ),
+        ("", TOP_K | HEADS, "enable_block_sparse_attention: expected False with sparse_top_k..."),
+        ("sparse_top_k", 6, ": expected 0, or a multiple of 4, got 6"),
+        ("sparse_top_k", "6", ": expected an int, 0 or more, got '6'"),
         ("request_order", 1, ": expected a torch.Tensor, got int"),
         ("request_order", ints(1), ".shape: expected [2] (batch), got [1]"),
         ("request_order", LENS.long(), ".dtype: expected torch.int32 or torch.uint32, got ..."),

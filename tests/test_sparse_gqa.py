@@ -14,6 +14,7 @@ from tests.problems.head_tables import HEAD_TABLES_CASES, check_head_tables
 from tests.problems.problem import E4M3, bf16, ints
 from tests.problems.sparse_gqa import SparseCase, decode_sparse
 from tests.problems.sparse_gqa_cases import CASES, msa, qsa
+from tests.problems.top_k import TOP_K_CASES, check_top_k
 from tests.rejected import Row, rejections_of, rejects
 
 USUAL = {
@@ -124,6 +125,11 @@ class TestSparseGqa:
         """Each KV head has tokens of its own, by ``enable_block_sparse_attention``."""
         check_head_tables(case, device)
 
+    @pytest.mark.parametrize("case", TOP_K_CASES, ids=str)
+    def test_top_k_indices(self, case: GqaCase, device: str) -> None:
+        """Each query token has tokens of the cache of its own, by ``sparse_top_k``."""
+        check_top_k(case, device)
+
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_edge_cases(case: SparseCase) -> None:
@@ -189,7 +195,7 @@ ROWS: dict[str, list[Row]] = {
                 **dict.fromkeys(("k_cache", "v_cache"), SLOTS.to(E4M3)),
                 **dict.fromkeys(("k_sf", "v_sf"), torch.ones(9, 16, 2)),
             },
-            "no sparse GQA decode kernel for ..., page ids of values or scales of tokens",
+            "no sparse GQA decode kernel for decode context parallel or scales of tokens",
         ),
         ("logical_indices", ints(1, 2), ".ndim: expected 2, got 1"),
         ("logical_indices", ints(1, 2)[None], ".shape[-2]: expected 3 (tokens of q), got 1"),

@@ -26,6 +26,7 @@ from tests.kernels import SM_80, SM_90A
 from tests.problems.head_tables import HEAD_TABLES_CASES, check_head_tables
 from tests.problems.sparse_gqa import SparseCase, decode_sparse
 from tests.problems.sparse_gqa_cases import CASES, MSA_CASES, msa, qsa
+from tests.problems.top_k import TOP_K_CASES, check_top_k
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -116,3 +117,11 @@ def test_block_tables_of_each_kv_head_are_right(emulate: Emulate) -> None:
         emulate(sm_count, SM_80, is_sm90=False)
         check_head_tables(case, "cpu")
     check_head_tables(HEAD_TABLES_CASES[0], "cpu", batch_invariant=True)
+
+
+def test_top_k_indices_are_right(emulate: Emulate) -> None:
+    """In one split of each list, and in several."""
+    for sm_count, case in zip(cycle((1, 30)), TOP_K_CASES, strict=False):
+        emulate(sm_count, SM_80, is_sm90=False)
+        check_top_k(case, "cpu")
+    check_top_k(TOP_K_CASES[0], "cpu", top_k=200)

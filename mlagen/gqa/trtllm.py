@@ -37,6 +37,7 @@ from mlagen.families.gqa.args import (
     positive_factor,
     window_of,
 )
+from mlagen.gqa.top_k import with_top_k
 from mlagen.torch_ops.outputs import trtllm_gqa_outputs
 from mlagen.torch_ops.traced import Op
 
@@ -52,7 +53,6 @@ _NOTHING: dict[str, Any] = {
     "o_sf_scale": None,
     "o_sf_vec_size": None,
     "request_order_plan": None,
-    "sparse_top_k": 0,
 }
 
 
@@ -298,7 +298,12 @@ def trtllm_batch_decode_with_kv_cache(
     request_order_plan : None
         Of FlashInfer's kernels.
     sparse_top_k : int
-        0: top-k indices of a single KV head are not implemented.
+        Above 0, each query token attends to ``seq_lens[t]`` tokens at most, a number of its own:
+        ``block_tables`` are ``[tokens, 2, sparse_top_k]``, indices ``page * page_size + slot`` of
+        keys and then of values of the one KV head. There is no causal mask; an index below 0 or
+        beyond the cache is skipped, with its other one. A multiple of 4; it excludes a mask, a
+        window, sinks, ragged queries, decode context parallel and
+        ``enable_block_sparse_attention``.
     length_aware_schedule : bool
         Ignored: every schedule follows ``seq_lens``.
     batch_invariant : bool
@@ -337,7 +342,6 @@ def trtllm_batch_decode_with_kv_cache(
         o_sf_scale=o_sf_scale,
         o_sf_vec_size=o_sf_vec_size,
         request_order_plan=request_order_plan,
-        sparse_top_k=sparse_top_k,
     )
     check_request_order(request_order, query, seq_lens)
     has_lse = require_flag(return_lse, "return_lse") or lse is not None
@@ -351,7 +355,7 @@ def trtllm_batch_decode_with_kv_cache(
         require(is_shared, "uses_shared_paged_kv_idx", f"True with {keyword}", "False")
         name, threshold = "skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor
         require(threshold is None, name, f"None with {keyword}", threshold)
-    return GqaArgs(
+    args = GqaArgs(
         query=converted_query(query, "query", dtype),
         key_cache=keys,
         value_cache=cached_values,
@@ -382,3 +386,4 @@ def trtllm_batch_decode_with_kv_cache(
         batch_invariant=chooses_batch_invariant(batch_invariant),
         names=NAMES if cum_seq_lens_q is None else RAGGED_NAMES,
     )
+    return with_top_k(args, require_whole_number(sparse_top_k, "sparse_top_k"))

@@ -8,6 +8,9 @@
 #include "common/types.cuh"
 #include "config.cuh"
 
+// Without block tables an index names a token of the cache, page by page, and there are as many
+// indices as the length of the query token says.
+
 // The request of a query token, and the end of the request's tokens that it attends to.
 struct SparseSeq {
   int seq_idx;
@@ -16,6 +19,7 @@ struct SparseSeq {
 
 template <typename SparseParams>
 __device__ inline SparseSeq sparse_seq_of(const SparseParams& params, int token) {
+  if (params.block_tables == nullptr) return {0, kMaxKvLen};
   const int q_len = max(params.request_q_len, 1);
   const int seq_idx = params.token_to_req == nullptr ? token / q_len : params.token_to_req[token];
   if (static_cast<u32>(seq_idx) >= static_cast<u32>(params.num_requests)) return {0, 0};
@@ -35,7 +39,11 @@ __device__ inline const int* block_indices_of(const SparseParams& params, int to
 // How many of them count.
 template <typename SparseParams>
 __device__ inline int num_indices_of(const SparseParams& params, int token) {
-  if (!params.has_index_counts) return params.num_indices;
-  const int count = params.block_indices[token * params.indices_stride + params.num_indices];
+  int count = params.num_indices;
+  if (params.block_tables == nullptr) {
+    count = params.seq_lens[token];
+  } else if (params.has_index_counts) {
+    count = params.block_indices[token * params.indices_stride + params.num_indices];
+  }
   return max(min(count, params.num_indices), 0);
 }

@@ -62,7 +62,8 @@ class GqaArgs(NamedTuple):
     key_cache: torch.Tensor  # four dimensions; five if it holds K and V
     value_cache: torch.Tensor | None  # None: in key_cache, an axis of 2, or of 1 where K is V
     workspace_buffer: torch.Tensor
-    block_tables: torch.Tensor  # [batch, max_pages], or flat with kv_indptr
+    # [batch, max_pages], or flat with kv_indptr; None: block_indices are tokens of the cache
+    block_tables: torch.Tensor | None
     # [batch] or [batch, 1], including the new tokens; None: all that the block tables cover
     seq_lens: torch.Tensor | None
     max_seq_len: int
@@ -93,9 +94,11 @@ class GqaArgs(NamedTuple):
     separate_page_ids: bool = False  # block_tables are [batch, 2, max_pages], keys' and values'
     has_head_tables: bool = False  # block_tables and seq_lens begin with an axis of the KV heads
     # Of a sparse call: KV blocks that each query token attends to, int32 [kv_heads, tokens, n], or
-    # [tokens, n] for all KV heads. Indices outside of the visible blocks are skipped.
+    # [tokens, n] for all KV heads, or with separate_page_ids [tokens, 2, n]. Indices outside of the
+    # visible blocks are skipped.
     block_indices: torch.Tensor | None = None
     sparse_block: int = 0  # tokens of such a block
+    top_k: int = 0  # n, with separate_page_ids
     has_index_counts: bool = False  # the last column is the number of indices before it
     token_to_req: torch.Tensor | None = None  # request of each query token; None: q_len of each
     output_gate: torch.Tensor | None = None  # like out: its sigmoid multiplies the rounded output

@@ -30,7 +30,7 @@ def check_contents(args: GqaArgs, problem: GqaProblem) -> None:
             if q_len > problem.max_q_len:
                 rule = f"{problem.max_q_len} ({names.q_len}) or less"
                 reject(f"{names.cum_seq_lens_q}.diff()[{request}]", rule, q_len)
-    if args.has_head_tables:
+    if args.has_head_tables and args.block_tables is not None:
         args = args._replace(block_tables=args.block_tables.flatten(0, 1))
         q_lens = q_lens.repeat(problem.kv_heads)
     lengths = args.causal_seqlens_kv_global
@@ -38,6 +38,8 @@ def check_contents(args: GqaArgs, problem: GqaProblem) -> None:
         check_seq_lens(lengths, "causal_seqlens_kv_global", capacity=None, q_lens=None)
     has_all_tokens = args.is_causal and args.kv_indptr is None and lengths is None
     capacity: int | torch.Tensor = problem.max_pages * page_size
+    if args.block_tables is None:  # lengths of indices
+        capacity = problem.num_indices
     if args.kv_indptr is not None:
         capacity = table_capacity(
             args.kv_indptr, names.kv_indptr, page_ids=problem.max_pages, page_size=page_size

@@ -191,7 +191,8 @@ def _make_launcher(
     is_e4m3 = problem.variant.out_dtype is DType.E4M3
     value_tables: Source = 0
     if problem.variant.separate_page_ids:
-        value_tables = Part("block_tables", problem.value_tables_offset)
+        whole = "block_indices" if problem.variant.sparse_block else "block_tables"
+        value_tables = Part(whole, problem.value_tables_offset)
     sources = joined(
         _SOURCES,
         problem.strides,

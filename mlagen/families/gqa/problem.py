@@ -116,9 +116,11 @@ def check_problem(args: GqaArgs) -> GqaProblem:
     batch, tokens, query_stride = _check_tokens(args, kv_heads)
     if args.has_head_tables:
         tables = check_head_tables(args, batch, kv_heads)
+    elif args.block_tables is None and args.block_indices is not None:
+        tables = args.block_indices
     else:
         tables = checked_tables(args, batch, (3,) if args.separate_page_ids else (2,))
-    if args.separate_page_ids:
+    if args.separate_page_ids and args.block_indices is None:
         name = f"{args.names.block_tables}.shape[1]"
         require(tables.shape[1] == 2, name, "2 (of keys and of values)", tables.shape[1])
     _check_dcp(args, batch)

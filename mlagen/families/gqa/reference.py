@@ -48,6 +48,7 @@ def decode_gqa(args: GqaArgs, problem: GqaProblem) -> tuple[torch.Tensor, torch.
                 for pair in (caches, scales)
             ]
             assert args.seq_lens is not None
+            assert args.block_tables is not None
             sinks = None if args.sinks is None else args.sinks.flatten()[own]
             of_head = args._replace(
                 block_tables=args.block_tables[head], seq_lens=args.seq_lens[head], sinks=sinks
@@ -122,29 +123,54 @@ def _decode_sparse(
     caches = paged_caches(args)
     scales = paged_scales(args, caches)
     for token, head in product(range(problem.tokens), range(problem.kv_heads)):
-        request, draft = divmod(token, max(problem.q_len, 1))
-        if args.token_to_req is not None:
-            request = int(args.token_to_req.view(torch.int32)[token])
-        if not 0 <= request < problem.batch:
-            continue
-        end = problem.max_pages * page_size
-        if args.seq_lens is not None:
-            end = min(max(int(args.seq_lens.view(-1)[request]), 0), end)
-        if problem.is_causal:
-            end = min(end, end - problem.q_len + draft + 1)
-        positions = _sparse_positions(args, problem, token, head)
-        positions = positions[positions < end]
-        pages = args.block_tables.view(torch.int32)[request].long()[positions // page_size]
-        exists = (pages >= 0) & (pages < problem.num_pages)
-        at = (pages[exists], positions[exists] % page_size, head)
+        rows = slice(head * problem.group_size, (head + 1) * problem.group_size)
+        if args.block_tables is None:
+            pairs = _cached_tokens(args, problem, token)
+            tokens = [(of // page_size, of % page_size, head) for of in pairs]
+        else:
+            tokens = [_sparse_tokens(args, problem, token, head)] * 2
         keys, values = (
             _dequantized(_stored(cache, at), _stored(scales[part], at) if scales else None)
-            for part, cache in enumerate(caches)
+            for part, (cache, at) in enumerate(zip(caches, tokens, strict=True))
         )
-        rows = slice(head * problem.group_size, (head + 1) * problem.group_size)
         out[token, rows], lse[token, rows] = _attend(
             args, problem, query[token, rows], keys[:, None], values[:, None]
         )
+
+
+def _sparse_tokens(
+    args: GqaArgs, problem: GqaProblem, token: int, head: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return pages and slots of the tokens that the indices of a query token and KV head name."""
+    page_size = problem.variant.page_size
+    request, draft = divmod(token, max(problem.q_len, 1))
+    if args.token_to_req is not None:
+        request = int(args.token_to_req.view(torch.int32)[token])
+    end = problem.max_pages * page_size
+    if not 0 <= request < problem.batch:
+        request, end = 0, 0
+    elif args.seq_lens is not None:
+        end = min(max(int(args.seq_lens.view(-1)[request]), 0), end)
+    if problem.is_causal:
+        end = min(end, end - problem.q_len + draft + 1)
+    positions = _sparse_positions(args, problem, token, head)
+    positions = positions[positions < end]
+    if len(positions) == 0:
+        return positions, positions, head
+    assert args.block_tables is not None
+    pages = args.block_tables.view(torch.int32)[request].long()[positions // page_size]
+    exists = (pages >= 0) & (pages < problem.num_pages)
+    return pages[exists], positions[exists] % page_size, head
+
+
+def _cached_tokens(args: GqaArgs, problem: GqaProblem, token: int) -> torch.Tensor:
+    """Return the tokens of the cache that the top-k indices name, of keys and of values."""
+    assert args.block_indices is not None
+    assert args.seq_lens is not None
+    count = min(max(int(args.seq_lens.view(-1)[token]), 0), problem.num_indices)
+    both = args.block_indices.view(torch.int32)[token, :, :count].long()
+    capacity = problem.num_pages * problem.variant.page_size
+    return both[:, ((both >= 0) & (both < capacity)).all(dim=0)]
 
 
 def _sparse_positions(args: GqaArgs, problem: GqaProblem, token: int, head: int) -> torch.Tensor:
@@ -186,6 +212,7 @@ def _unmasked(
 
 def _page_ids(args: GqaArgs, index: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the page ids of keys and of values."""
+    assert args.block_tables is not None
     if args.kv_indptr is None:
         tables = args.block_tables[index]
         return (tables[0], tables[1]) if args.separate_page_ids else (tables, tables)

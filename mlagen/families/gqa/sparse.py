@@ -41,6 +41,8 @@ def check_sparse(args: GqaArgs, tokens: int, kv_heads: int, head_dim_vo: int) ->
     name = names.block_indices
     indices = require_tensor(args.block_indices, name)
     require_index(indices, name, device)
+    if args.separate_page_ids:
+        return _check_both(args, indices, tokens, kv_heads)
     require_dims(indices, name, (2, 3))
     *heads, rows, width = indices.shape
     if heads:
@@ -57,6 +59,18 @@ def check_sparse(args: GqaArgs, tokens: int, kv_heads: int, head_dim_vo: int) ->
         require_ints(args.token_to_req, names.token_to_req, device, ((tokens,),), why)
     _check_gate(args)
     return BlockIndices(count, indices.stride(-2), indices.stride(0) if heads else 0)
+
+
+def _check_both(args: GqaArgs, indices: torch.Tensor, tokens: int, kv_heads: int) -> BlockIndices:
+    """Return indices of keys and of values into the cache of one KV head."""
+    names, name = args.names, args.names.block_indices
+    require_dims(indices, name, (3,))
+    shape = (tokens, 2, args.top_k)
+    require_shape(indices, name, (shape,), "tokens, keys and values, sparse_top_k")
+    require_contiguous(indices, name)
+    cache = names.kv_cache if args.value_cache is None else names.key_cache
+    require(kv_heads == 1, cache, "1 KV head with sparse_top_k", kv_heads)
+    return BlockIndices(args.top_k, indices.stride(0))
 
 
 def check_head_tables(args: GqaArgs, batch: int, kv_heads: int) -> torch.Tensor:

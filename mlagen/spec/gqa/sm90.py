@@ -341,7 +341,8 @@ def gqa_sm90_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm90Spec | N
     spec = GqaSm90Spec(arch=arch, variant=variant, block_m=block_m_for(head_dim_vo, rows))
     # An index names the page of a TMA box.
     has_boxes = variant.sparse_block == variant.page_size == spec.box_tokens
-    if variant.sparse_block and (not has_boxes or spec.scale_row_bytes):
+    has_more = spec.scale_row_bytes or variant.separate_page_ids
+    if variant.sparse_block and (has_more or not has_boxes):
         return None
     return spec
 

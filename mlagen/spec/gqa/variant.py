@@ -168,11 +168,9 @@ def require_supported(variant: GqaVariant) -> None:
             f"no GQA decode kernel for head_dim {variant.head_dim}; supported: multiples of 16 up "
             f"to {SLICE_DIMS}, and {MAX_HEAD_DIM}"
         )
-    unserved = (variant.has_dcp, variant.separate_page_ids, variant.has_token_scales)
-    if variant.sparse_block and any(unserved):
+    if variant.sparse_block and (variant.has_dcp or variant.has_token_scales):
         raise UnsupportedError(
-            "no sparse GQA decode kernel for decode context parallel, page ids of values or scales "
-            "of tokens"
+            "no sparse GQA decode kernel for decode context parallel or scales of tokens"
         )
     if variant.has_output_gate and not variant.out_dtype.is_16bit:
         raise UnsupportedError(

@@ -126,6 +126,15 @@ struct KvLoader {
                   exists ? kScaleBytes : 0);
   }
 
+  // Publishes the tokens of the next stage of a sparse call to the warp.
+  __device__ void set_sparse_block(SharedMemoryPlan& smem) {
+    lane_page = sparse.current.page;
+    if (lane_index() < kBlockN) {
+      sparse_block_of(smem, next_stage).pages[lane_index()] = sparse.current.page;
+      sparse_block_of(smem, next_stage).slots[lane_index()] = sparse.current.slot;
+    }
+  }
+
   // Issues the copies of the next stage, if there is one. Always commits a cp.async group, so that
   // the number of groups to wait for is constant.
   __device__ void load_next(SharedMemoryPlan& smem) {
@@ -134,19 +143,17 @@ struct KvLoader {
       if (next_stage % 2 == 0) {
         const PagedRows keys{params.key_cache + work.kv_head * params.key_head_stride,
                              params.key_page_stride, params.key_token_stride};
-        if constexpr (kIsSparse) {
-          lane_page = sparse.current.page;
-          if (lane_index() < kBlockN) {
-            sparse_block_of(smem, next_stage).pages[lane_index()] = sparse.current.page;
-            sparse_block_of(smem, next_stage).slots[lane_index()] = sparse.current.slot;
-          }
-        }
+        if constexpr (kIsSparse) set_sparse_block(smem);
         copy_rows<kStoredBytes>(keys, lane_page, 0, stage);
         if constexpr (kHasTokenScales) copy_scales(key_scales(params, work), lane_page, stage);
       } else {
         const PagedRows values{params.value_cache + work.kv_head * params.value_head_stride,
                                params.value_page_stride, params.value_token_stride};
-        const int value_page = kSeparatePageIds ? value_lane_page : lane_page;
+        if constexpr (kIsSparse && kSeparatePageIds) {
+          sparse.current = sparse.value;
+          set_sparse_block(smem);
+        }
+        const int value_page = kSeparatePageIds && !kIsSparse ? value_lane_page : lane_page;
         copy_rows<kSliceBytes>(values, value_page, work.slice * kSliceBytes, stage);
         if constexpr (kHasTokenScales) copy_scales(value_scales(params, work), value_page, stage);
         next_kv_block += kWarps;

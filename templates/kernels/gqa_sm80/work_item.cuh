@@ -211,14 +211,16 @@ struct alignas(16) SharedMemoryPlan {
   float row_sum[kWarps][kBlockM];
   union {
     float probabilities[kWarps][kBlockM][kBlockN];  // of blocks with tokens masked for some rows
-    SparseBlock sparse_blocks[kWarps][kSparseRing];  // of a sparse call, which has no such blocks
+    // Of a sparse call, which has no such blocks; with indices of values also theirs.
+    SparseBlock sparse_blocks[kWarps][kSparseRing * (kSeparatePageIds ? 2 : 1)];
   };
 };
 static_assert(sizeof(SharedMemoryPlan) == kSharedBytes, "the spec computes the size of the struct");
 
-// The KV block that load `stage_idx` of this warp belongs to.
+// The tokens of load `stage_idx` of this warp.
 __device__ inline SparseBlock& sparse_block_of(SharedMemoryPlan& smem, int stage_idx) {
-  return smem.sparse_blocks[warp_index()][stage_idx / 2 % kSparseRing];
+  const int block = stage_idx / 2 % kSparseRing;
+  return smem.sparse_blocks[warp_index()][kSeparatePageIds ? block * 2 + stage_idx % 2 : block];
 }
 
 // Stage that load `stage_idx` of this warp fills: [kBlockN] rows of kStageRowBytes.

@@ -831,6 +831,9 @@ __device__ inline int topk_length_of(const TopkIndices& topk_indices, int token)
 // those that its indices name, in their order. Templates: Params of a dense kernel lacks the
 // parameters. Indices, requests and page ids are untrusted.
 
+// Without block tables an index names a token of the cache, page by page, and there are as many
+// indices as the length of the query token says.
+
 // The request of a query token, and the end of the request's tokens that it attends to.
 struct SparseSeq {
   int seq_idx;
@@ -839,6 +842,7 @@ struct SparseSeq {
 
 template <typename SparseParams>
 __device__ inline SparseSeq sparse_seq_of(const SparseParams& params, int token) {
+  if (params.block_tables == nullptr) return {0, kMaxKvLen};
   const int q_len = max(params.request_q_len, 1);
   const int seq_idx = params.token_to_req == nullptr ? token / q_len : params.token_to_req[token];
   if (static_cast<u32>(seq_idx) >= static_cast<u32>(params.num_requests)) return {0, 0};
@@ -858,8 +862,12 @@ __device__ inline const int* block_indices_of(const SparseParams& params, int to
 // How many of them count.
 template <typename SparseParams>
 __device__ inline int num_indices_of(const SparseParams& params, int token) {
-  if (!params.has_index_counts) return params.num_indices;
-  const int count = params.block_indices[token * params.indices_stride + params.num_indices];
+  int count = params.num_indices;
+  if (params.block_tables == nullptr) {
+    count = params.seq_lens[token];
+  } else if (params.has_index_counts) {
+    count = params.block_indices[token * params.indices_stride + params.num_indices];
+  }
   return max(min(count, params.num_indices), 0);
 }
 
@@ -1065,14 +1073,16 @@ struct alignas(16) SharedMemoryPlan {
   float row_sum[kWarps][kBlockM];
   union {
     float probabilities[kWarps][kBlockM][kBlockN];  // of blocks with tokens masked for some rows
-    SparseBlock sparse_blocks[kWarps][kSparseRing];  // of a sparse call, which has no such blocks
+    // Of a sparse call, which has no such blocks; with indices of values also theirs.
+    SparseBlock sparse_blocks[kWarps][kSparseRing * (kSeparatePageIds ? 2 : 1)];
   };
 };
 static_assert(sizeof(SharedMemoryPlan) == kSharedBytes, "the spec computes the size of the struct");
 
-// The KV block that load `stage_idx` of this warp belongs to.
+// The tokens of load `stage_idx` of this warp.
 __device__ inline SparseBlock& sparse_block_of(SharedMemoryPlan& smem, int stage_idx) {
-  return smem.sparse_blocks[warp_index()][stage_idx / 2 % kSparseRing];
+  const int block = stage_idx / 2 % kSparseRing;
+  return smem.sparse_blocks[warp_index()][kSeparatePageIds ? block * 2 + stage_idx % 2 : block];
 }
 
 // Stage that load `stage_idx` of this warp fills: [kBlockN] rows of kStageRowBytes.
@@ -1496,25 +1506,54 @@ struct SparseToken {
 // one block ahead, so that no copy waits for one of the two dependent loads.
 struct SparseReader {
   const int* indices;
+  const int* value_indices;  // like the three below only if kSeparatePageIds
   SparseToken current, next;
+  SparseToken value, next_value;
   int index_after_next;
+  int value_index_after_next;
 
   // A template: Params of a dense kernel lacks the indices.
   template <typename SparseParams>
   __device__ void begin(const SparseParams& params, const WorkItem& work, const int* table,
                         int kv_block) {
-    indices = block_indices_of(params, static_cast<int>(work.first_query), work.kv_head);
-    current = token_of(params, work, table, kv_block, index_of(work, kv_block));
-    next = token_of(params, work, table, kv_block + kWarps, index_of(work, kv_block + kWarps));
-    index_after_next = index_of(work, kv_block + 2 * kWarps);
+    const int token = static_cast<int>(work.first_query);
+    indices = block_indices_of(params, token, work.kv_head);
+    if constexpr (kSeparatePageIds) {
+      value_indices = value_tables_of(params) + token * params.indices_stride;
+    }
+    read_index(work, kv_block);
+    read_token(params, work, table, kv_block);
+    current = next;
+    value = next_value;
+    read_index(work, kv_block + kWarps);
+    read_token(params, work, table, kv_block + kWarps);
+    read_index(work, kv_block + 2 * kWarps);
   }
 
   // Goes on to `kv_block`, the warp's next one.
   __device__ void advance(const Params& params, const WorkItem& work, const int* table,
                           int kv_block) {
     current = next;
-    next = token_of(params, work, table, kv_block + kWarps, index_after_next);
-    index_after_next = index_of(work, kv_block + 2 * kWarps);
+    value = next_value;
+    read_token(params, work, table, kv_block + kWarps);
+    read_index(work, kv_block + 2 * kWarps);
+  }
+
+  __device__ void read_index(const WorkItem& work, int kv_block) {
+    index_after_next = index_of(work, indices, kv_block);
+    if constexpr (kSeparatePageIds) {
+      value_index_after_next = index_of(work, value_indices, kv_block);
+    }
+  }
+
+  // A token without a key has no value, and the other way round.
+  __device__ void read_token(const Params& params, const WorkItem& work, const int* table,
+                             int kv_block) {
+    next = token_of(params, work, table, kv_block, index_after_next);
+    if constexpr (kSeparatePageIds) {
+      next_value = token_of(params, work, table, kv_block, value_index_after_next);
+      if (next.page < 0 || next_value.page < 0) next.page = next_value.page = -1;
+    }
   }
 
   __device__ static int position_of(int kv_block) {
@@ -1522,7 +1561,7 @@ struct SparseReader {
   }
 
   // -1 beyond this split's blocks; both ends fit in an int, as positions do.
-  __device__ int index_of(const WorkItem& work, int kv_block) const {
+  __device__ static int index_of(const WorkItem& work, const int* indices, int kv_block) {
     const int position = position_of(kv_block);
     const bool is_read = kv_block < work.end_kv_block && position < work.kv_end;
     return is_read ? indices[position / kIndexTokens] : -1;
@@ -1534,7 +1573,9 @@ struct SparseReader {
     const int first_in_block = position_of(kv_block) % kIndexTokens;
     const i64 token = static_cast<i64>(index) * kIndexTokens + first_in_block;
     if (index < 0 || token >= work.kv_len) return {-1, 0};
-    const int page = table[token / kPageSize];
+    const i64 table_page = token / kPageSize;
+    const int page =
+        params.block_tables == nullptr ? static_cast<int>(table_page) : table[table_page];
     return {is_valid_page(page, params.num_pages) ? page : -1, static_cast<int>(token % kPageSize)};
   }
 };
@@ -1663,6 +1704,15 @@ struct KvLoader {
                   exists ? kScaleBytes : 0);
   }
 
+  // Publishes the tokens of the next stage of a sparse call to the warp.
+  __device__ void set_sparse_block(SharedMemoryPlan& smem) {
+    lane_page = sparse.current.page;
+    if (lane_index() < kBlockN) {
+      sparse_block_of(smem, next_stage).pages[lane_index()] = sparse.current.page;
+      sparse_block_of(smem, next_stage).slots[lane_index()] = sparse.current.slot;
+    }
+  }
+
   // Issues the copies of the next stage, if there is one. Always commits a cp.async group, so that
   // the number of groups to wait for is constant.
   __device__ void load_next(SharedMemoryPlan& smem) {
@@ -1671,19 +1721,17 @@ struct KvLoader {
       if (next_stage % 2 == 0) {
         const PagedRows keys{params.key_cache + work.kv_head * params.key_head_stride,
                              params.key_page_stride, params.key_token_stride};
-        if constexpr (kIsSparse) {
-          lane_page = sparse.current.page;
-          if (lane_index() < kBlockN) {
-            sparse_block_of(smem, next_stage).pages[lane_index()] = sparse.current.page;
-            sparse_block_of(smem, next_stage).slots[lane_index()] = sparse.current.slot;
-          }
-        }
+        if constexpr (kIsSparse) set_sparse_block(smem);
         copy_rows<kStoredBytes>(keys, lane_page, 0, stage);
         if constexpr (kHasTokenScales) copy_scales(key_scales(params, work), lane_page, stage);
       } else {
         const PagedRows values{params.value_cache + work.kv_head * params.value_head_stride,
                                params.value_page_stride, params.value_token_stride};
-        const int value_page = kSeparatePageIds ? value_lane_page : lane_page;
+        if constexpr (kIsSparse && kSeparatePageIds) {
+          sparse.current = sparse.value;
+          set_sparse_block(smem);
+        }
+        const int value_page = kSeparatePageIds && !kIsSparse ? value_lane_page : lane_page;
         copy_rows<kSliceBytes>(values, value_page, work.slice * kSliceBytes, stage);
         if constexpr (kHasTokenScales) copy_scales(value_scales(params, work), value_page, stage);
         next_kv_block += kWarps;
