@@ -91,10 +91,12 @@ def gqa_calls(
     max_q_len: int = 1,
     head_dim_vo: int = 0,
     has_soft_cap: bool = False,
+    sparse_block: int = 0,
 ) -> list[tuple[GqaVariant, int]]:
     """Return the decode calls of layers of grouped-query attention, as :func:`mla_calls`.
 
-    A cache in uint8 is NVFP4's; one with scales of tokens has the name of its format.
+    A cache in uint8 is NVFP4's; one with scales of tokens has the name of its format. Each query
+    token of a sparse call is a sequence.
     """
     variant = GqaVariant(
         query_dtype=_DTYPES[query_dtype],
@@ -104,6 +106,7 @@ def gqa_calls(
         head_dim_vo=head_dim_vo,
         page_size=page_size,
         has_soft_cap=has_soft_cap,
+        sparse_block=sparse_block,
     )
     return [(variant, heads // kv_heads * q_len) for q_len in range(1, max_q_len + 1)]
 

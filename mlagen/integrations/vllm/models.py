@@ -1,4 +1,4 @@
-"""DeepSeek-V4 and V4.1 in vLLM, whose layers choose their attention themselves.
+"""Models of vLLM whose layers choose their attention themselves: DeepSeek-V4, V4.1, MiniMax-M3.
 
 An entry of vLLM's registry loads vLLM's model, and wraps the function beside its layers that
 chooses their class. Only a server that names a backend of mlagen imports more than that.
@@ -19,9 +19,15 @@ MODELS = {
     "DeepseekV4ForCausalLM": "vllm.models.deepseek_v4.nvidia.model",
     "DeepseekV4ForConditionalGeneration": "vllm.models.deepseek_v4.nvidia.model",
     "DeepseekV41ForCausalLM": "vllm.models.deepseek_v41.nvidia.model",
+    **dict.fromkeys(
+        (
+            *("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),
+            "MiniMaxM3MTP",
+        ),
+        "vllm.models.minimax_m3.nvidia.model",
+    ),
 }
-_CHOICE = "_select_dsv4_attn_cls"
-_OURS, _NAME = "MLAGEN_", "MLAGEN_MLA_SPARSE"
+_OURS, _NAME, _GQA_NAME = "MLAGEN_", "MLAGEN_MLA_SPARSE", "MLAGEN_GQA"
 _logger = logging.getLogger("mlagen")
 
 
@@ -41,12 +47,20 @@ class Model:
         model = self.theirs.load_model_cls()
         module = sys.modules.get(self.layers)
         if module is not None:
-            choice = getattr(module, _CHOICE, None)
+            name, wrapped = _CHOICES.get(self.layers, _DSV4_CHOICE)
+            choice = getattr(module, name, None)
             if choice is None:  # the model is vLLM's without an option of ours
-                _logger.warning("%s: expected %s in it, got none", self.layers, _CHOICE)
+                _logger.warning("%s: expected %s in it, got none", self.layers, name)
             elif not hasattr(choice, "__wrapped__"):
-                setattr(module, _CHOICE, choosing(choice))
+                setattr(module, name, wrapped(choice))
         return model
+
+
+def _names_of(options: Any) -> set[str]:
+    """Return the backends of mlagen that the options of attention name."""
+    asked = [options.backend, *getattr(options, "backend_per_kind", {}).values()]
+    names = {each.name for each in asked if each is not None}
+    return {name for name in names if name.startswith(_OURS)}
 
 
 def choosing(theirs: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -58,10 +72,7 @@ def choosing(theirs: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @wraps(theirs)
     def choose(vllm_config: Any) -> Any:
-        chosen, options = theirs(vllm_config), vllm_config.attention_config
-        asked = [options.backend, *getattr(options, "backend_per_kind", {}).values()]
-        names = {each.name for each in asked if each is not None}
-        names = {name for name in names if name.startswith(_OURS)}
+        chosen, names = theirs(vllm_config), _names_of(vllm_config.attention_config)
         if not names:
             return chosen
         if names != {_NAME}:
@@ -78,3 +89,34 @@ def choosing(theirs: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return import_module("mlagen.integrations.vllm.dsv4").attention_of(chosen)
 
     return choose
+
+
+def choosing_msa(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return vLLM's choice of the attention of MiniMax-M3's sparse layers, ours by the option.
+
+    It raises a ``ValueError`` where vLLM has another attention than Triton's.
+    """
+
+    @wraps(theirs)
+    def choose(**named: Any) -> Any:
+        chosen = theirs(**named)
+        config = import_module("vllm.config").get_current_vllm_config_or_none()
+        if config is None or _GQA_NAME not in _names_of(config.attention_config):
+            return chosen
+        backend, impl = chosen
+        if impl.__name__ != "MiniMaxM3SparseTritonImpl":
+            raise ValueError(
+                f"--attention-backend: expected {_GQA_NAME} where vLLM calls Triton for the sparse "
+                f"layers of MiniMax-M3, got it for {impl.__name__}"
+            )
+        ours = import_module("mlagen.integrations.vllm.msa")
+        return ours.backend_of(backend), ours.impl_of(impl)
+
+    return choose
+
+
+# The function of a module of layers that chooses their class, and what wraps it.
+_DSV4_CHOICE = ("_select_dsv4_attn_cls", choosing)
+_CHOICES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "vllm.models.minimax_m3.nvidia.model": ("select_main_backend_and_impl_cls", choosing_msa)
+}
