@@ -37,6 +37,7 @@ _MLA_PROJECTIONS = (
     "num_key_value_heads",
 )
 # How tokens are compressed, which is an argument of the call.
+_BLOCK = "index_block_size"  # of MiniMax-M3
 _COMPRESSION = ("compress_ratios", "compress_rates")
 
 
@@ -71,6 +72,7 @@ class GqaModel(Model):
     others: tuple[GqaHeads, ...] = ()  # of layers with other heads
     window: int | None = None  # tokens that sliding layers attend to: an argument of the call
     has_soft_cap: bool = False  # of the scores, whose value is an argument of the call
+    sparse_block: int = 0  # tokens of the blocks that query tokens of some layers choose; 0: none
 
     def heads_of_layers(self) -> tuple[GqaHeads, ...]:
         """Return the head configurations of the layers, without duplicates."""
@@ -222,7 +224,8 @@ def _mla(fields: Fields) -> MlaModel:
 
 
 def _gqa(fields: Fields) -> GqaModel:
-    left_out, is_hybrid = layers_left_out(fields, "gqa")
+    sparse_block = _sparse_block(fields)
+    left_out, is_hybrid = layers_left_out(fields, "sparse gqa" if sparse_block else "gqa")
     if fields.value("use_mla") is False:  # keys of MLA stay in the configuration then
         fields.read |= {*_MLA_PROJECTIONS, "kv_lora_rank", "qk_rope_head_dim"}
     layers, window, has_soft_cap = gqa_heads(fields), window_of(fields), caps_scores(fields)
@@ -240,9 +243,25 @@ def _gqa(fields: Fields) -> GqaModel:
         is_hybrid=is_hybrid,
         window=window,
         has_soft_cap=has_soft_cap,
+        sparse_block=sparse_block,
         **first._asdict(),
         others=tuple(others),
     )
+
+
+def _sparse_block(fields: Fields) -> int:
+    """Return the tokens of a block that an index of MiniMax-M3's sparse layers names, or 0."""
+    assert fields.type is not None
+    if _BLOCK not in fields.type.sources:
+        return 0
+    table = "sparse_attention_config"
+    fields.read.add(table)  # its other keys choose the blocks
+    label = f"{table}.sparse_block_size"
+    label = label if fields.value(label) is not None else _BLOCK
+    tokens = fields.count(label)
+    if tokens != fields.type.sources[_BLOCK]:
+        raise fields.rejection(label, str(fields.type.sources[_BLOCK]), tokens)
+    return tokens
 
 
 def _rejection_of(heads: GqaHeads) -> str | None:

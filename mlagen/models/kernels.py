@@ -148,7 +148,8 @@ def attention_text(model: MlaModel | GqaModel) -> str:
     )
     window = f", window {model.window}" if model.window else ""
     cap = ", soft cap" if model.has_soft_cap else ""
-    return f"GQA, {' and '.join(layers)}{window}{cap}"
+    blocks = f", blocks of {model.sparse_block}" if model.sparse_block else ""
+    return f"GQA, {' and '.join(layers)}{window}{cap}{blocks}"
 
 
 def serving_text(model: MlaModel | GqaModel, use: ServingOptions) -> str:
@@ -239,6 +240,10 @@ def _gqa_calls(model: GqaModel, use: ServingOptions) -> Iterator[tuple[GqaVarian
             )
             for group, q_len in product(groups, use.q_lens):
                 yield variant, group * q_len
+        if model.sparse_block:  # a block is a page, and every query token a sequence
+            block = model.sparse_block
+            sparse = replace(variant, page_size=block, sparse_block=block)
+            yield from ((sparse, group) for group in groups)
 
 
 def _is_converted(variant: MlaVariant, heads: int, dcp: int) -> bool:

@@ -36,9 +36,12 @@ LEFT_OUT = {
     "chunked_attention": "no kernel attends in chunks",
 }
 _MLA_LEFT_OUT = LEFT_OUT | {"sliding_attention": "no MLA kernel has a window"}
+# MiniMax-M3's: a query token attends to blocks of its own.
+BLOCK_KINDS = ("minimax_m3_sparse",)
 # Kinds with a kernel, and those without.
 _KINDS_OF = {
     "gqa": (GQA_KINDS, LEFT_OUT),
+    "sparse gqa": ((*GQA_KINDS, *BLOCK_KINDS), LEFT_OUT),
     "mla": (MLA_KINDS, _MLA_LEFT_OUT),
     "two pools": (POOL_KINDS, {}),
 }
@@ -76,7 +79,7 @@ class GqaHeads(NamedTuple):
 def layers_left_out(fields: Fields, attention: str) -> tuple[tuple[str, ...], bool]:
     """Return a sentence for each kind of layer without a kernel, and whether any has a state.
 
-    ``attention`` is ``gqa``, ``mla`` or ``two pools``.
+    ``attention`` is ``gqa``, ``sparse gqa``, ``mla`` or ``two pools``.
 
     Raises
     ------

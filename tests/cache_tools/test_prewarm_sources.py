@@ -53,9 +53,9 @@ def test_given_models_are_described_alone(tmp_path: Path) -> None:
     """Names, Hub ids and paths, as --model takes them; an unknown one is rejected."""
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "llama"}')
-    names = ("minimax-m3", "deepseek-ai/DeepSeek-V3-0324", str(path))
+    names = ("step5", "deepseek-ai/DeepSeek-V3-0324", str(path))
     found = run.json("models", *names)["models"]
-    assert [model["name"] for model in found] == ["minimax-m3", "deepseek-v3", str(path)]
+    assert [model["name"] for model in found] == ["step5", "deepseek-v3", str(path)]
     assert found[0]["reason"].endswith(
         "; servers decode it with a backend of their own: leave out --attention-backend"
     )

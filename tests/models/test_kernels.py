@@ -300,6 +300,21 @@ def test_a_pair_of_dtypes_without_a_kernel_is_left_out(
     assert values(specs, "query_dtype") == {"bf16"}
 
 
+def test_layers_with_blocks_of_each_query_token_have_their_own_kernels() -> None:
+    """A block is a page of them, and a query token a sequence, whatever the drafts."""
+    options = ServingOptions(tp=(4,), q_lens=(1, 4), page_sizes=(64,))
+    named = [
+        spec.key_fields() for spec in model_specs(SM_90A, gqa(64, 4, sparse_block=128), options)
+    ]
+
+    rows = {
+        (each["page_size"], each["sparse_block"], each["block_m"])
+        for each in named
+        if each.get("kv_heads_per_cta")
+    }
+    assert rows == {("64", "0", "16"), ("64", "0", "32"), ("128", "128", "16")}
+
+
 def test_layers_with_other_heads_have_their_own_kernels() -> None:
     """The omitted layers of a model are reported with its kernels."""
     model = gqa(8, 4, 256, others=(GqaHeads(8, 2, 512),), left_out=("m: mamba",))

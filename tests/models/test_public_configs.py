@@ -14,7 +14,7 @@ from packaging.version import Version
 from mlagen.errors import ArgumentError
 from mlagen.models.config import MlaModel, read_model
 from mlagen.models.fields import model_types
-from mlagen.models.layers import ALIASES, GQA_KINDS, LEFT_OUT, MLA_KINDS, POOL_KINDS
+from mlagen.models.layers import ALIASES, BLOCK_KINDS, GQA_KINDS, LEFT_OUT, MLA_KINDS, POOL_KINDS
 
 TABLE = Path(__file__).parent / "public_configs.tsv"
 needs_transformers = pytest.mark.skipif(
@@ -45,7 +45,8 @@ def outcome_of(content: str) -> str:
         layers = (f"{made.heads}/{made.kv_heads}x{made.dims}" for made in model.heads_of_layers())
         window = f" window {model.window}" if model.window else ""
         cap = " soft cap" if model.has_soft_cap else ""
-        text = f"gqa {' '.join(layers)}{window}{cap}"
+        blocks = f" blocks of {model.sparse_block}" if model.sparse_block else ""
+        text = f"gqa {' '.join(layers)}{window}{cap}{blocks}"
     left_out = [sentence.split(": ")[1].removeprefix("layers of ") for sentence in model.left_out]
     return f"{text}; left out {' '.join(left_out)}" if left_out else text
 
@@ -72,8 +73,11 @@ def test_the_kinds_of_layers_are_those_of_transformers() -> None:
     remap = upstream._LEGACY_LAYER_TYPE_REMAP
     assert {kind: remap[kind] for kind in ALIASES} == ALIASES
     # By the kind, and most of them by the model type too.
-    refused = {"window_attention", "minimax_m3_sparse", "reference_sliding_attention"}
-    known = {*GQA_KINDS, *MLA_KINDS, *POOL_KINDS, *LEFT_OUT, "moe"} - {"mamba2", "recurrent"}
+    refused = {"window_attention", "reference_sliding_attention"}
+    known = {*GQA_KINDS, *BLOCK_KINDS, *MLA_KINDS, *POOL_KINDS, *LEFT_OUT, "moe"} - {
+        "mamba2",
+        "recurrent",
+    }
     assert {*upstream.ALLOWED_ATTN_LAYER_TYPES} == known | refused
 
 

@@ -15,6 +15,7 @@ from tests.models.test_config import MLA, read
 
 GQA = BARE_GQA | {"head_dim": 128}
 FALCON = {"model_type": "falcon", "num_attention_heads": 64, "hidden_size": 4096, "num_kv_heads": 8}
+M3 = {"model_type": "minimax_m3_vl_text"}
 V4: dict[str, Any] = {"model_type": "deepseek_v4", "num_attention_heads": 64, "head_dim": 512}
 CHATGLM: dict[str, Any] = {"model_type": "chatglm", "num_attention_heads": 32, "kv_channels": 128}
 CHATGLM |= {"hidden_size": 4096, "multi_query_group_num": 2}
@@ -100,7 +101,7 @@ V_HEADS = {"head_dim": 192, "v_head_dim": 128}
         ({}, f"{NO_TYPE} none"),
         (gqa(model_type=5), f"{NO_TYPE} 5"),
         (gqa(model_type="hubert"), f"{NO_TYPE} 'hubert'"),
-        (gqa(model_type="minimax_m4"), f"{NO_TYPE} 'minimax_m4'; did you mean minimax_m2 or mini"),
+        (gqa(model_type="minimax_m4"), f"{NO_TYPE} 'minimax_m4'; did you mean minimax_m3 or mini"),
         ({"text_config": GQA | {"model_type": "future"}}, f"{NO_TYPE} 'future'"),
         (mla(num_attention_heads=0), f"{HEADS} 0"),
         (mla(num_attention_heads=True), f"{HEADS} True"),
@@ -124,7 +125,12 @@ V_HEADS = {"head_dim": 192, "v_head_dim": 128}
         (V4 | {"layer_types": ["full_attention"]}, "layer_types: expected sliding_attention or c"),
         (V4 | {"compress_group": 4}, "compress_group: expected a KV cache of all tokens, not a c"),
         (V4 | {"kv_group_dim": 4}, f"kv_group_dim: {NO_KEY} its effect on MLA, got 4"),
-        ({"model_type": "minimax_m3_vl"}, f"model_type: {BLOCKS} 'minimax_m3_vl'"),
+        ({"model_type": "qwen4_exp"}, f"model_type: {BLOCKS} 'qwen4_exp'"),
+        (M3 | {"index_block_size": 64}, "index_block_size: expected 128, got 64"),
+        (
+            M3 | {"sparse_attention_config": {"sparse_block_size": 64}},
+            "sparse_attention_config.sparse_block_size: expected 128, got 64",
+        ),
         ({"model_type": "mamba"}, "model_type: expected layers that attend over a KV cache, got"),
         (gqa(model_type="diffllama"), "model_type: expected attention without differences"),
         (gqa(layer_types=["minimax_m3_sparse"]), "layer_types: expected full_attention or "),
