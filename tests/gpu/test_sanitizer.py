@@ -104,6 +104,25 @@ for case in (
     print("right:", case.name)
 """
 
+_SPARSE_CASES = """
+from tests.problems.head_tables import HEAD_TABLES_CASES, check_head_tables
+from tests.problems.sparse_gqa import decode_sparse
+from tests.problems.sparse_gqa_cases import msa, qsa
+from tests.problems.top_k import TOP_K_CASES, check_top_k
+for case in (
+    msa(name="16 rows", seq_lens=(500, 130, 0), q_len=2, is_packed=True),
+    msa(name="32 rows", seq_lens=(500, 130), group=20, kv="e4m3"),
+    msa(name="wild", seq_lens=(500, 130), indices="invalid"),
+    qsa(name="gated", seq_lens=(300, 70), requests=(1, -1, 0), gate=True),
+    qsa(name="nvfp4", seq_lens=(300, 70), requests=(1, 0), kv="nvfp4"),
+):
+    problem = case.build("cuda")
+    problem.check(*decode_sparse(problem), natural=True)
+    print("right:", case.name)
+check_head_tables(HEAD_TABLES_CASES[1], "cuda")
+check_top_k(TOP_K_CASES[3], "cuda")
+"""
+
 _WRITER_CASES = """
 import torch
 from tests.writers.numpy_prologue import NOTHING
@@ -126,6 +145,7 @@ _CASES = {
     "mla": _MLA_CASES,
     "two pools": _TWO_POOL_CASES,
     "gqa": _GQA_CASES,
+    "sparse gqa": _SPARSE_CASES,
     "writers": _WRITER_CASES,
 }
 
