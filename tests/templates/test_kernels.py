@@ -32,13 +32,19 @@ import pytest
 
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.families import specs_of
+from mlagen.spec.families import batch_invariant, specs_of
 from mlagen.spec.gqa.sm80 import GqaTile
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.sm80 import MlaTile
 from tests.built_once import cubin_of
-from tests.kernels import gqa_sm90, require_known
+from tests.kernels import (
+    gqa_sm90,
+    mla_sm90_fp8,
+    mla_sm90_fp8kv,
+    mla_sm90_two_pools,
+    require_known,
+)
 
 # The register file of an SM, in 32-bit registers; CUDA C++ Programming Guide, table "Technical
 # Specifications per Compute Capability". A warp's share is allocated in steps of 256.
@@ -212,6 +218,10 @@ INVARIANT = [
     gqa_sm90(batch_invariant=True),
     gqa_sm90(batch_invariant=True, kv_dtype=DType.NVFP4, rows=32),
     gqa_sm90(batch_invariant=True, kv_dtype=DType.E4M3, head_dim=512, rows=16),
+    mla_sm90_fp8(batch_invariant=True, rows=64),
+    mla_sm90_fp8kv(batch_invariant=True, query_dtype=DType.E4M3, kv_dtype=DType.E4M3),
+    mla_sm90_fp8kv(batch_invariant=True, lookup="paged"),
+    batch_invariant(mla_sm90_two_pools()),
 ]
 
 

@@ -158,7 +158,7 @@ class MlaSm90Spec(MlaKernelSpec):
 
     @property
     def calls_combine(self) -> bool:
-        """Whether the combine of fixed splits is a call, which leaves the PV loop more registers."""
+        """Whether the combine of fixed splits is a call: the PV loop has few registers."""
         return True
 
     @property

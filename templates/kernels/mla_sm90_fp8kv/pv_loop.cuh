@@ -15,7 +15,6 @@
 #include "config.cuh"
 #include "dequant.cuh"
 #include "load_query.cuh"
-#include "pipeline/work_pipeline.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/wgmma.cuh"
 #include "pv_block_softmax.cuh"
