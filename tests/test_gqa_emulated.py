@@ -340,9 +340,7 @@ INVARIANT_CASES = [
         "a rank of DCP", 3, seq_lens=(600, 0), q_len=4, committed=(1796, 5), page_size=64, **RANK
     ),
     given("a window over one split more", 7, seq_lens=(2300, 40), kv_heads=1, group=2, window=2048),
-    given(
-        "two heads of e4m3, drafts and a window", 6, kv="e4m3", page_size=64, **_AROUND, **_DRAFTS
-    ),
+    given("e4m3, drafts and a window", 6, kv="e4m3", page_size=64, **_AROUND, **_DRAFTS),
     given("four heads of nvfp4", 3, seq_lens=(600, 0, 257), kv="nvfp4", kv_heads=4, page_size=32),
     given("32 rows", 4, seq_lens=(600, 257, 30), group=8, q_len=4, page_size=64, **CAPPED),
     given("512 dims", 3, seq_lens=(600, 0, 257), kv_heads=1, head_dim=512, page_size=64),

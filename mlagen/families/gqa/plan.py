@@ -20,6 +20,8 @@ from mlagen.spec.gqa.sm90 import GqaSm90Spec, gqa_sm90_spec
 from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.values import INT32_MAX
 
+_8BIT_DTYPES = (DType.E4M3, DType.E5M2, DType.INT8)
+
 # KV bytes of a token that a CTA group reads together. Contiguous reads of several heads raise the
 # memory bandwidth, up to this size.
 _MAX_GROUP_TOKEN_BYTES = 1024
@@ -121,11 +123,12 @@ def choose_kv_heads_per_cta(spec: GqaSm90Spec, shape: ProblemShape, sm_count: in
 
     The maximum, if nearly every SM still gets a whole work tile: the memory bandwidth is higher,
     and there are fewer epilogues. Otherwise one, since larger work tiles need more splits. In a
-    batch-invariant call always the maximum: results differ in rounding.
+    batch-invariant call, whose bits depend on it, by the cache alone: over e4m3, 64 query over
+    eight KV heads, H200, one is 11 % faster for 1 x 131072 and 2 % slower for 256 x 1024.
     """
     heads = math.gcd(shape.kv_heads, spec.max_kv_heads_per_cta)
     if spec.variant.batch_invariant:
-        return heads
+        return 1 if spec.variant.kv_dtype in _8BIT_DTYPES else heads
     plan = plan_gqa_sm90(replace(spec, kv_heads_per_cta=heads), shape, sm_count)
     min_tiles = sm_count // plan.cta_group_size * (1 - _MAX_IDLE)
     return heads if shape.batch * plan.num_tiles >= min_tiles else 1

@@ -72,6 +72,12 @@ def test_ctas_process_two_heads_if_nearly_every_sm_has_a_whole_work_tile(
 
     assert choose_kv_heads_per_cta(gqa_sm90(kv_dtype=DType.E4M3), shape, SMS) == heads
     assert choose_kv_heads_per_cta(gqa_sm90(), shape, SMS) == 1
+    for kv_dtype, known in (
+        (DType.E4M3, 1),
+        (DType.NVFP4, 1 if kv_heads == 3 else 4),
+    ):  # for any batch
+        spec = gqa_sm90(kv_dtype=kv_dtype, batch_invariant=True)
+        assert choose_kv_heads_per_cta(spec, shape, SMS) == known
 
 
 @pytest.mark.parametrize(
