@@ -24,9 +24,11 @@ from tests.problems.problem import E4M3
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
-N = 128  # tokens of a split
+# One split, two from 192 tokens on, then one per 64 tokens, but three at most.
+SPLIT_TOKENS = (64, 128)
+SPLIT_PRODUCT = 192 * 128
 MAX_SPLITS = 3
-LENS = (0, 1, N - 1, N, N + 1, MAX_SPLITS * N + 5, 5 * N)
+LENS = (0, 1, 127, 128, 129, 192, 193, 397, 640)
 _SM_COUNTS = (1, 9)
 
 
@@ -50,7 +52,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(mla_maps, "encode", encode)
     monkeypatch.setattr(launchers, "semaphores_of", lambda *_: beside.data_ptr())
     for name in ("request_split_tokens", "list_split_tokens"):
-        monkeypatch.setattr(MlaSm90Spec, name, N)
+        monkeypatch.setattr(MlaSm90Spec, name, SPLIT_TOKENS)
+    monkeypatch.setattr(MlaSm90Spec, "split_product", SPLIT_PRODUCT)
     monkeypatch.setattr(MlaSm90Spec, "max_splits", MAX_SPLITS)
 
     def run(args: Any, *_: object) -> Any:

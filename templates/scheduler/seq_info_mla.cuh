@@ -66,7 +66,7 @@ struct SeqInfoOf<true> {
 using SeqInfo = SeqInfoOf<kBatchInvariant>;
 
 // Batch-invariant kernels: the splits of a sequence, which depend on its length alone. They are
-// equally long, but for the last one.
+// equally long, but for the last one; the host's splits_of() has as many.
 struct FixedSplits {
   int kv_len;
   int split_blocks;
@@ -78,7 +78,9 @@ struct FixedSplits {
   template <typename KernelParams>
   __device__ static FixedSplits of(const KernelParams& params, int kv_len) {
     const u32 blocks = blocks_of(kv_len);
-    const u32 wanted = (blocks + params.split_blocks - 1) / params.split_blocks;
+    const int of_product = static_cast<int>(params.split_product / max(blocks, 1u));
+    const u32 longest = min(max(of_product, params.min_split_blocks), params.max_split_blocks);
+    const u32 wanted = (blocks + longest - 1) / longest;
     const u32 splits = max(min(wanted, static_cast<u32>(params.max_splits)), 1u);
     return {kv_len, static_cast<int>((blocks + splits - 1) / splits)};
   }

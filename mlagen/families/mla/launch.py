@@ -176,11 +176,7 @@ def make_sm90_launcher(
     if sms != WHOLE_GPU and plan.workspace_bytes > workspace.nbytes and not keeps_sm90:
         raise UnsupportedError(f"{name}: too small for the plan for {sms} SMs")
     facts = named(plan, "num_cta_groups cta_group_size num_slots")
-    facts |= {
-        "split_blocks": spec.split_tokens // spec.block_n,
-        "max_splits": spec.max_splits,
-        "schedule_id": schedule_id_of(args, problem, spec),
-    }
+    facts |= {**spec.split_facts, "schedule_id": schedule_id_of(args, problem, spec)}
     return _make_launcher(args, problem, plan, spec, facts, maps)
 
 

@@ -126,7 +126,7 @@ def _slots_of_splits(spec: MlaSm90Spec, max_kv_len: int, total_tiles: int) -> in
     """
     if not spec.variant.batch_invariant:
         return 0
-    num_splits = min(-(-max_kv_len // spec.split_tokens), spec.max_splits)
+    num_splits = spec.splits_of(max_kv_len)
     return max(total_tiles * num_splits, num_splits if spec.is_sparse else spec.max_splits)
 
 

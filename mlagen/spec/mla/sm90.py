@@ -32,8 +32,11 @@ CACHED_SEQ_LENS = 510
 SCHED_META_BYTES = 128
 SCHED_META_OFFSET = SEMAPHORE_BYTES + (2 + CACHED_SEQ_LENS) * 4
 
-# Of a batch-invariant kernel: KV blocks of a split, the most splits, and slots in the workspace.
-FIXED_SPLIT_PARAMETERS = parameters("int: split_blocks max_splits num_slots")
+# Of a batch-invariant kernel: the KV blocks of a split, see MlaSm90Spec.split_facts, and slots in
+# the workspace.
+FIXED_SPLIT_PARAMETERS = parameters(
+    "int: min_split_blocks max_split_blocks split_product max_splits num_slots"
+)
 
 HEAD_DIMS = ((512, 64), (512, 0))  # kv_lora_rank, qk_rope_head_dim
 
@@ -89,10 +92,12 @@ class MlaSm90Spec(MlaKernelSpec):
     min_blocks_per_range: ClassVar[int] = 2  # overhead blocks included
     # The SMs of a full GH100: shared memory holds the partial states of as many splits.
     max_ranges: ClassVar[int] = 144
-    # Of batch-invariant kernels: tokens of a split in a request, or in a list; and its most splits.
-    # Longer requests have longer splits.
-    request_split_tokens: ClassVar[int] = 1024
-    list_split_tokens: ClassVar[int] = 512
+    # Of batch-invariant kernels: the fewest and the most tokens of a split in a request, whose
+    # product with those of the request is constant in between; of one in a list; and the most
+    # splits. One long request needs all SMs, and short ones come in large batches.
+    request_split_tokens: ClassVar[tuple[int, int]] = (1024, 4096)
+    list_split_tokens: ClassVar[tuple[int, int]] = (2048, 2048)
+    split_product: ClassVar[int] = 1 << 25
     max_splits: ClassVar[int] = 128
     partial_state_bytes: ClassVar[int] = 16  # per row of a split
     semaphore_bytes: ClassVar[int] = SEMAPHORE_BYTES  # the cached scheduler metadata follows them
@@ -150,11 +155,23 @@ class MlaSm90Spec(MlaKernelSpec):
         return 2 if self.swap_ab else 6
 
     @property
-    def split_tokens(self) -> int:
-        """Tokens of a fixed split; 0 where splits depend on the batch."""
-        if not self.variant.batch_invariant:
-            return 0
-        return self.list_split_tokens if self.is_sparse else self.request_split_tokens
+    def split_facts(self) -> dict[str, int]:
+        """The kernel arguments of fixed splits, in KV blocks, without the slots."""
+        fewest, most = self.list_split_tokens if self.is_sparse else self.request_split_tokens
+        return {
+            "min_split_blocks": fewest // self.block_n,
+            "max_split_blocks": most // self.block_n,
+            "split_product": self.split_product // self.block_n**2,
+            "max_splits": self.max_splits,
+        }
+
+    def splits_of(self, tokens: int) -> int:
+        """Return the most fixed splits of a request, or list, of up to ``tokens`` tokens."""
+        facts = self.split_facts
+        blocks = max(1, -(-tokens // self.block_n))
+        wanted = max(facts["split_product"] // blocks, facts["min_split_blocks"])
+        split_blocks = min(wanted, facts["max_split_blocks"])
+        return min(-(-blocks // split_blocks), self.max_splits)
 
     @property
     def calls_combine(self) -> bool:
