@@ -79,8 +79,8 @@ struct FixedSplits {
   __device__ static FixedSplits of(const KernelParams& params, int kv_len) {
     const u32 blocks = blocks_of(kv_len);
     const int of_product = static_cast<int>(params.split_product / max(blocks, 1u));
-    const u32 longest = min(max(of_product, params.min_split_blocks), params.max_split_blocks);
-    const u32 wanted = (blocks + longest - 1) / longest;
+    const u32 max_blocks = min(max(of_product, params.min_split_blocks), params.max_split_blocks);
+    const u32 wanted = (blocks + max_blocks - 1) / max_blocks;
     const u32 splits = max(min(wanted, static_cast<u32>(params.max_splits)), 1u);
     return {kv_len, static_cast<int>((blocks + splits - 1) / splits)};
   }

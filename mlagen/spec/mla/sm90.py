@@ -157,10 +157,12 @@ class MlaSm90Spec(MlaKernelSpec):
     @property
     def split_facts(self) -> dict[str, int]:
         """The kernel arguments of fixed splits, in KV blocks, without the slots."""
-        fewest, most = self.list_split_tokens if self.is_sparse else self.request_split_tokens
+        min_tokens, max_tokens = (
+            self.list_split_tokens if self.is_sparse else self.request_split_tokens
+        )
         return {
-            "min_split_blocks": fewest // self.block_n,
-            "max_split_blocks": most // self.block_n,
+            "min_split_blocks": min_tokens // self.block_n,
+            "max_split_blocks": max_tokens // self.block_n,
             "split_product": self.split_product // self.block_n**2,
             "max_splits": self.max_splits,
         }
