@@ -44,7 +44,8 @@ DIMS_192_128: dict[str, Any] = {"head_dim": 192, "head_dim_vo": 128}
 CAPPED: dict[str, Any] = {"soft_cap": 30.0, "score_scale": 2.0}
 FAR_FROM_CAP: dict[str, Any] = {"soft_cap": 1000.0, "score_scale": 0.2}
 TOKEN_SCALES: dict[str, Any] = {"has_token_scales": True}
-# Small ones, in the pages of vLLM: keys, their scales, values, their scales.
+SMALL_SCALES: dict[str, Any] = TOKEN_SCALES | {"cache_layout": "strided", "scale_exponent": -30}
+# In the pages of vLLM: keys, their scales, values, their scales.
 INLINE_SCALES: dict[str, Any] = TOKEN_SCALES | {"cache_layout": "inline", "scale_exponent": -30}
 E4M3_OUT: dict[str, Any] = {"kv": "e4m3", "out_dtype": E4M3, "output_scale": 0.5}
 MANY = tuple(i * 37 % 300 for i in range(36))
@@ -105,7 +106,7 @@ CASES = [
     ),
     given("token scales", 6, seq_lens=(300, 0, 700), kv="int8", group=8, **TOKEN_SCALES),
     given(
-        "token scales in a row",
+        "small token scales",
         5,
         seq_lens=(300, 17),
         kv="int8",
@@ -113,7 +114,7 @@ CASES = [
         window=99,
         q_len=2,
         layout="HND",
-        **INLINE_SCALES,
+        **SMALL_SCALES,
     ),
     given(
         "token scales, 32 rows",
@@ -121,7 +122,7 @@ CASES = [
         seq_lens=EIGHT,
         mask="random",
         window=50,
-        **E4M3_32_ROWS | INLINE_SCALES,
+        **E4M3_32_ROWS | SMALL_SCALES,
     ),
     given(
         "token scales of all magnitudes",
@@ -133,9 +134,7 @@ CASES = [
         **TOKEN_SCALES,
     ),
     given("token scales, 256 dims", 3, seq_lens=(300, 17), kv="e5m2", head_dim=256, **TOKEN_SCALES),
-    given(
-        "token scales, 512 dims", 3, seq_lens=(200, 90), kv="e4m3", head_dim=512, **INLINE_SCALES
-    ),
+    given("token scales, 512 dims", 3, seq_lens=(200, 90), kv="e4m3", head_dim=512, **SMALL_SCALES),
     given(
         "token scales, values of fewer dims",
         3,
@@ -236,7 +235,18 @@ TOGETHER = [
         kv="e4m3",
         kv_heads=4,
         head_dim=64,
-        **INLINE_SCALES,
+        **SMALL_SCALES,
+    ),
+    given(
+        "two heads with token scales",
+        5,
+        seq_lens=(700, 300, 90),
+        kv="int8",
+        kv_heads=4,
+        group=8,
+        page_size=64,
+        layout="HND",
+        **TOKEN_SCALES,
     ),
     given("96 dims of two heads", 5, seq_lens=(300, 3), kv="e4m3", head_dim=96, page_size=64),
     given("two heads", 6, seq_lens=(300, 0, 700), kv="e4m3", page_size=64),

@@ -160,6 +160,8 @@ def host_source(source: Source) -> str:
 
 def encode(tensor: TiledTensor, address: int) -> bytes:
     """Return the TMA descriptor, of up to five dimensions, that ``instructions.h`` reads."""
+    assert address % 16 == 0
+    assert not any(stride % 16 for stride in tensor.strides)
     element_bytes = tensor.dtype.unit_bytes
     more = 5 - len(tensor.sizes)
     box, sizes = (*tensor.box, *(1,) * more), (*tensor.sizes, *(1,) * more)

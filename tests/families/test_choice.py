@@ -55,6 +55,7 @@ SUPPORTED: dict[str, list[Any]] = {
         *(GqaCase(seq_lens=(70, 3), q_lens=(1, 4)), replace(PLAIN_GQA, head_dim=256)),
         replace(PLAIN_GQA, cache_layout="strided", layout="HND"),
         replace(PLAIN_GQA, page_size=48),
+        replace(PLAIN_GQA, kv="int8", has_token_scales=True),
     ],
 }
 UNSUPPORTED = [
@@ -165,6 +166,14 @@ def test_another_gpu_uses_the_sm80_kernel(
 
     assert message.endswith(f" for {arch}, {covered}")
     assert f"planning: sm80 kernel: no such kernel for {arch}, " in caplog.text
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_rows_with_scales_between_them_use_the_sm80_kernel(layout: str, launches: Launches) -> None:
+    """They begin at multiples of 4 bytes, where TMA boxes may not begin."""
+    facts: dict[str, Any] = {"kv": "int8", "has_token_scales": True, "cache_layout": "inline"}
+
+    reject_sm90(replace(GQA, layout=layout, **facts), launches, "expected rows at multiples of 16 ")
 
 
 @pytest.mark.parametrize("case", [MLA, GQA], ids=["mla", "gqa"])

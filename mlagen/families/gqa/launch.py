@@ -117,7 +117,7 @@ class GqaLauncher(Launcher):
             or (key | value) % self.cache_alignment
             or values["draft_mask"] % MASK_ALIGNMENT_BYTES
         ):
-            check_pointers(args)
+            check_pointers(args, self.cache_alignment)
         if self.maps is not None:
             values["maps"] = self.maps(key, value)
 
@@ -164,6 +164,7 @@ def make_sm90_launcher(
             f"MLAGEN_GQA_KERNEL=sm90: expected fewer than 2^31 KV blocks of {spec.block_n} "
             f"tokens in all work tiles, got {plan.total_tiles} of up to {max_tokens} tokens"
         )
+    _require_aligned_rows(args)
     maps = maps_of(
         GqaTensorMapLayout(
             spec=spec,
@@ -217,6 +218,8 @@ def _make_launcher(
         named(problem, f"{_OF_PROBLEM} {_OF_VARIANT}"),
     )
     alignment = max(alignment_of(args, cache) for cache in paged_caches(args))
+    if maps is not None:
+        alignment = ALIGNMENT_BYTES
     facts = {"maps": maps, "cache_alignment": alignment}
     return make_launcher(GqaLauncher, args, problem, plan, spec, sources, _KNOWN, **facts)
 
@@ -235,6 +238,16 @@ def not_covered(index: int, variant: GqaVariant) -> NotCoveredError:
         f"{f' (values {variant.head_dim_vo})' if variant.head_dim_vo else ''}, "
         f"page_size {variant.page_size}; {_COVERED}"
     )
+
+
+def _require_aligned_rows(args: GqaArgs) -> None:
+    """Reject rows with token scales between them, which TMA boxes may not begin at."""
+    for cache in paged_caches(args):
+        axes = zip(cache.shape[:-1], cache.stride(), strict=False)
+        places = [stride * cache.element_size() for size, stride in axes if size > 1]
+        if any(place % ALIGNMENT_BYTES for place in (cache.data_ptr(), *places)):
+            rule = f"rows at multiples of {ALIGNMENT_BYTES} bytes"
+            raise UnsupportedError(f"MLAGEN_GQA_KERNEL=sm90: expected {rule}; {_COVERED}")
 
 
 def _base_addresses(args: GqaArgs, problem: GqaProblem) -> tuple[int, int]:

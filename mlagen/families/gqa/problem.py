@@ -203,14 +203,14 @@ def check_problem(args: GqaArgs) -> GqaProblem:
     )
 
 
-def check_pointers(args: GqaArgs) -> None:
-    """Reject tensors with a misaligned base address."""
+def check_pointers(args: GqaArgs, cache_alignment: int = 0) -> None:
+    """Reject tensors with a misaligned base address; a kernel may need more of the cache."""
     names = args.names
     key, value = paged_caches(args)
     key_name, value_name = _cache_names(args)
     require_aligned_pointer(args.query, names.query)
-    require_aligned_pointer(key, key_name, alignment_of(args, key))
-    require_aligned_pointer(value, value_name, alignment_of(args, value))
+    require_aligned_pointer(key, key_name, max(alignment_of(args, key), cache_alignment))
+    require_aligned_pointer(value, value_name, max(alignment_of(args, value), cache_alignment))
     require_aligned_pointer(args.workspace_buffer, names.workspace_buffer)
     if args.out is not None:
         require_aligned_pointer(args.out, names.out)

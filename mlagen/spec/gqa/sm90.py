@@ -232,17 +232,8 @@ class GqaSm90Spec(GqaSpec):
 
     @property
     def box_tokens(self) -> int:
-        """Tokens whose copies a lane of the producer issues, all of one page."""
+        """Tokens per TMA box, all of one page."""
         return math.gcd(self.variant.page_size, self.block_n)
-
-    @property
-    def token_step(self) -> int:
-        """Tokens from one to the next of a TMA box, whose rows lie 16 bytes apart or more.
-
-        Rows with token scales may lie at multiples of 4 bytes, and those of every other token then
-        lie at multiples of 16, as a row of K and V has 8 bytes of scales.
-        """
-        return 2 if self.variant.has_token_scales else 1
 
     @property
     def stages(self) -> int:

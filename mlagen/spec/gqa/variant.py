@@ -96,14 +96,6 @@ CACHE_SCALE_PARAMETERS = parameters(
         value_scale_token_stride value_scale_head_stride
     """
 )
-# Of a kernel over a cache with token scales, besides those of the scales: where rows of any 4 bytes
-# begin, which tensor maps have at multiples of 16.
-TOKEN_SCALE_PARAMETERS = parameters(
-    """
-    const unsigned char*: key_cache
-    i64: key_token_stride key_head_stride
-    """
-)
 # Of a kernel whose scores have a soft cap.
 SOFT_CAP_PARAMETERS = parameters("const float: soft_cap")
 # Of a kernel whose keys and values have block tables of their own.
@@ -119,7 +111,6 @@ SPARSE_PARAMETERS = parameters(
 OUTPUT_GATE_PARAMETERS = parameters("const u16*: output_gate")
 # The parameters that a flag of the variant adds.
 ADDED_PARAMETERS = {
-    "has_token_scales": TOKEN_SCALE_PARAMETERS,
     "has_soft_cap": SOFT_CAP_PARAMETERS,
     "has_dcp": DCP_PARAMETERS,
     "separate_page_ids": VALUE_TABLE_PARAMETERS,

@@ -16,15 +16,9 @@ using Output = float[kPartDimTiles][kRowGroups][4];
 __device__ inline int row_of(int group, int r) { return group * 8 + lane_index() % 4 * 2 + r; }
 __device__ inline int q_fragment_row(int group) { return group * 8 + lane_index() / 4; }
 
-// Token `index` of half of the tokens of an MMA step: the eight that ldmatrix reads at a time lie
-// in one TMA box, in different banks.
-__device__ inline int token_of_half(int half, int index) {
-  return kTokenStep == 1 ? half * 8 + index : index * kTokenStep + half;
-}
-
 // Token of accumulators `half * 2` and `half * 2 + 1`, relative to the warp's first token.
 __device__ inline int token_of_lane(int step, int half) {
-  return step * kStepTokens + token_of_half(half, lane_index() / 4);
+  return step * kStepTokens + half * 8 + lane_index() / 4;
 }
 
 // Part of the output dims of a warp, and index of the warp among those of the same part.
@@ -43,8 +37,7 @@ __device__ inline int first_token_of_warp(int warp) { return rank_of_warp(warp) 
 template <typename Tile>
 __device__ inline u32 token_offset(int token) {
   return static_cast<u32>(token / kBoxTokens * Tile::kBoxBytes +
-                          token % kTokenStep * Tile::kStepBytes +
-                          token % kBoxTokens / kTokenStep * kSwizzleBytes);
+                          token % kBoxTokens * kSwizzleBytes);
 }
 
 // The swizzle of a token: an XOR on the offset of its 16-byte chunks. Eight tokens of one chunk lie
@@ -53,11 +46,10 @@ __device__ inline u32 swizzle_of(int token) {
   constexpr int kLog2Tokens = kSwizzleBytes == 128  ? 0
                               : kSwizzleBytes == 64 ? 1
                                                     : 2;  // of 128 bytes
-  const int line = token / kTokenStep;
-  return static_cast<u32>(line >> kLog2Tokens & kSwizzleBytes / kChunkBytes - 1) * kChunkBytes;
+  return static_cast<u32>(token >> kLog2Tokens & kSwizzleBytes / kChunkBytes - 1) * kChunkBytes;
 }
 
-// Row address of a lane for ldmatrix.x4. Its four matrices are both halves of the tokens of a step,
+// Row address of a lane for ldmatrix.x4. Its four matrices are tokens 0 to 7 and 8 to 15 of a step,
 // in each of two adjacent chunks.
 template <typename Tile>
 struct LdmatrixRows {
@@ -65,7 +57,7 @@ struct LdmatrixRows {
 
   // `half` of the tokens and `chunk` that the group of eight lanes of this lane addresses.
   __device__ LdmatrixRows(int warp, int half, int chunk) {
-    const int token = first_token_of_warp(warp) + token_of_half(half, lane_index() % 8);
+    const int token = first_token_of_warp(warp) + half * 8 + lane_index() % 8;
     offset = head_of_warp(warp) * Tile::kHeadBytes + token_offset<Tile>(token) +
              (swizzle_of(token) ^ chunk * kChunkBytes);
   }

@@ -183,29 +183,6 @@ struct KvTmaBoxes {
   }
 };
 
-// Copies rows of any 4 bytes of a cache with token scales, such as [K, its scale, V, its scale].
-// TMA needs strides of 16 bytes, and no more than two tokens have; but a box may begin at any byte.
-// So all kv heads, and the first token of every two, are bytes of the innermost dimension, and a
-// box has every other token of one kv head. A template: without token scales, Params lacks these
-// parameters.
-template <typename Tile, typename ScaleParams>
-__device__ inline void copy_token_pairs(const ScaleParams& params, int kv, u32 target, u32 full,
-                                        u64 cache_hint, int slot, int kv_head, int page) {
-  const u64 rows = reinterpret_cast<u64>(kv == 0 ? params.key_cache : params.value_cache);
-  const i64 token_stride = kv == 0 ? params.key_token_stride : params.value_token_stride;
-  const i64 head_stride = kv == 0 ? params.key_head_stride : params.value_head_stride;
-#pragma unroll
-  for (int head = 0; head < kKvHeadsPerCta; ++head) {
-#pragma unroll
-    for (int first = 0; first < kTokenStep; ++first) {
-      const i64 byte = rows % kChunkBytes + (kv_head + head) * head_stride + first * token_stride;
-      cp_async_bulk_tensor(target + (head * kTokenStep + first) * Tile::kStepBytes,
-                           kv == 0 ? &params.key_map : &params.value_map, full, cache_hint,
-                           static_cast<int>(byte), slot / kTokenStep, 0, page);
-    }
-  }
-}
-
 // Copies a row of scales to shared memory, or zeroes it.
 template <int kBytes>
 __device__ inline void copy_scale_row(u32 target, const void* source, bool exists) {
@@ -351,18 +328,8 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
       if (issues_copy) {
         const u32 target = shared_address(smem.kv[kv_pipe.index]) + box_of_lane * box_bytes;
         const int page = boxes.page_of(kv == 1);
-        if constexpr (kHasTokenScales) {
-          if (kv == 0) {
-            copy_token_pairs<KeyTile>(params, kv, target, full, cache_hint, slot, work.kv_head,
-                                      page);
-          } else {
-            copy_token_pairs<ValueTile>(params, kv, target, full, cache_hint, slot, work.kv_head,
-                                        page);
-          }
-        } else {
-          cp_async_bulk_tensor(target, kv == 0 ? &params.key_map : &params.value_map, full,
-                               cache_hint, 0, slot, 0, work.kv_head, page);
-        }
+        cp_async_bulk_tensor(target, kv == 0 ? &params.key_map : &params.value_map, full,
+                             cache_hint, 0, slot, 0, work.kv_head, page);
       }
       if constexpr (kHasScales) {
         kv_scales.load(params, kv, in_window * kBoxesPerKvBlock,
