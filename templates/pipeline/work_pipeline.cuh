@@ -44,6 +44,9 @@ __device__ inline void save_scheduler_state(const TileScheduler& scheduler,
   __syncwarp();
 }
 
+static_assert(!kBatchInvariant || sizeof(SchedulerState) <= sizeof(SchedulerStorage::warp_seqs),
+              "the state of the next phase takes their place");
+
 // Writes work item `work_idx` to its slot, in batch-invariant kernels: a work item without rows
 // ends a phase. The next one is not published before its combine, which takes the shared memory of
 // Q and KV.

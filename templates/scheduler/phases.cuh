@@ -35,8 +35,6 @@ __device__ inline bool is_before_phases(const ScheduleRange& range) {
 // The work tile that the next phase begins with, after the first phase has begun. Aliases what
 // find_range has read.
 __device__ inline SchedulerState& next_phase(SchedulerStorage& storage) {
-  static_assert(!kBatchInvariant || sizeof(SchedulerState) <= sizeof(storage.warp_seqs),
-                "a state fits");
   return reinterpret_cast<SchedulerState&>(storage.warp_seqs);
 }
 

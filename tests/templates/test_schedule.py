@@ -64,7 +64,8 @@ _settings = settings(
 @pytest.fixture(scope="module")
 def compiled() -> Compiled:
     """Return what compiles the tile scheduler of a spec, once."""
-    return cache(lambda name: TileScheduler(SPECS[name]))
+    specs = {**SPECS, "mla, fixed splits": mla_sm90(rows=64, batch_invariant=True)}
+    return cache(lambda name: TileScheduler(specs[name]))
 
 
 @pytest.fixture(params=SPECS)
@@ -206,6 +207,40 @@ def test_fixed_splits_follow_from_their_sequence_alone(
     for rank in range(batch.cta_group_size):
         works = [work for work in schedule.work_items if work.cta % batch.cta_group_size == rank]
         assert [work.first_split_cta + work.split_idx for work in works] == list(range(len(works)))
+
+
+@_settings
+@given(batch=batches)
+@example(batch=Batch((Seq(300 * 64), Seq(0), Seq(64 * 64, 9)) * 9, 64, 33, 2))
+def test_fixed_splits_of_mla_are_equally_long_and_have_slots(
+    compiled: Compiled, batch: Batch
+) -> None:
+    """Their number follows from the length of the sequence alone; no two share a slot."""
+    counts = {"min_split_blocks": 2, "max_split_blocks": 8, "split_product": 64, "max_splits": 16}
+    scheduler = compiled("mla, fixed splits")
+    semaphores = ints([0] * 4)
+    schedule = schedule_of(scheduler, batch, semaphores=semaphores, num_slots=1 << 20, **counts)
+    expected = tiles_of(scheduler, batch)
+    found = by_tile(schedule)
+    assert found.keys() == expected.keys()
+    slots = []
+    for tile, splits in found.items():
+        blocks = -(-batch.seqs[tile.seq_idx].kv_len // 64)
+        most = min(max(64 // max(blocks, 1), 2), 8)
+        per_split = -(-blocks // max(min(-(-blocks // most), 16), 1))
+        count = max(-(-blocks // max(per_split, 1)), 1)
+        assert [split.split_idx for split in splits] == list(range(count))
+        for split in splits:
+            begin = split.split_idx * per_split
+            attended = expected[tile].kv_blocks.stop
+            assert split.num_splits == split.num_reducers == count
+            assert split.first_kv_block == begin
+            assert split.num_kv_blocks == max(min(begin + per_split, attended) - begin, 0)
+            if count > 1:
+                slots.append(split.first_split_cta + split.split_idx * batch.cta_group_size)
+    assert len(slots) == len(set(slots))
+    tiles = sum(-(-seq.q_len * batch.heads // 64) + batch.cta_group_size for seq in batch.seqs)
+    assert max(slots, default=0) < tiles * 16
 
 
 @_settings

@@ -158,7 +158,11 @@ def _partial_rows(spec: MlaSm90Spec) -> int:
 
 def fits_in_int32(spec: MlaSm90Spec, plan: MlaSm90Plan, max_tokens: int) -> bool:
     """Return whether linear block indices fit in 32 bits, for up to ``max_tokens`` a sequence."""
-    blocks_per_tile = _kv_blocks_of(spec, max_tokens) + spec.fixed_overhead_blocks
+    # Each fixed split has an overhead, and they are equally long.
+    num_splits = spec.max_splits if spec.variant.batch_invariant else 1
+    blocks_per_tile = _kv_blocks_of(spec, max_tokens) + num_splits * (
+        spec.fixed_overhead_blocks + (num_splits > 1)
+    )
     return plan.total_tiles * blocks_per_tile <= INT32_MAX
 
 
