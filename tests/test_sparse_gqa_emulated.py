@@ -25,7 +25,7 @@ from tests.families.launches import record_launches
 from tests.kernels import SM_80, SM_90A
 from tests.problems.head_tables import HEAD_TABLES_CASES, check_head_tables
 from tests.problems.sparse_gqa import SparseCase, decode_sparse
-from tests.problems.sparse_gqa_cases import CASES, MSA_CASES, msa, qsa
+from tests.problems.sparse_gqa_cases import CASES, FP16, MSA_CASES, msa, qsa
 from tests.problems.top_k import TOP_K_CASES, check_top_k
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -109,6 +109,21 @@ def test_fixed_splits_are_right(is_sm90: bool, check: Check) -> None:
     tokens = qsa("", seq_lens=(2600,), requests=(0, 0), num_indices=2051, kv_heads=1, gate=True)
     for case in (blocks,) if is_sm90 else (blocks, tokens):
         check(case, 7, SM_90A, is_sm90=is_sm90, batch_invariant=True)
+
+
+@pytest.mark.parametrize("is_sm90", [False, True], ids=["sm80", "sm90"])
+def test_bits_do_not_depend_on_the_width_of_indices(is_sm90: bool, emulate: Emulate) -> None:
+    """One fixed split, and more behind it that no index is in."""
+    shape: dict[str, Any] = {"num_indices": 8, "kv_heads": 1, "group": 16, "head_dim": 256}
+    case = msa("", seq_lens=(1100,) * 4, indices="valid", output_scale=0.7, dtype=FP16, **shape)
+    problem = case.build("cpu")
+    results = []
+    for spare, sm_count in ((0, 7), (1, 3), (30, 5)):
+        emulate(sm_count, SM_90A, is_sm90=is_sm90)
+        wide = torch.nn.functional.pad(problem.indices, (0, spare), value=-1)
+        results.append(decode_sparse(problem, q2k_indices=wide, batch_invariant=True))
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
 
 
 def test_block_tables_of_each_kv_head_are_right(emulate: Emulate) -> None:

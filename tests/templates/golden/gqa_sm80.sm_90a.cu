@@ -1358,6 +1358,14 @@ __device__ inline void combine_warps(SharedMemoryPlan& smem, const Output& outpu
   }
 }
 
+__device__ inline float output_scale_of(const Params& params) {
+  return value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
+}
+
+// Whether finished rows are normalized and then scaled, in the roundings of the combine kernel. The
+// width of a sparse call's indices decides whether a list has splits behind its only tokens.
+constexpr bool kScalesLikeCombine = kBatchInvariant && kIsSparse;
+
 // Stores the normalization factor of each row over the row sums of warp 0, and the LSE: of a split
 // in base 2 and without the sink, of finished rows if the call requests it. An empty row of a split
 // has LSE minus infinity, and its partial O is never read.
@@ -1376,9 +1384,7 @@ __device__ inline void finish_rows(const Params& params, const WorkItem& work,
                            : params.sinks[work.head_of(params, row)];
     const RowResult result =
         finish_row(row_max, row_sum, sink, is_partial ? 1.0f : params.lse_factor);
-    const float output_scale =
-        is_partial ? 1.0f
-                   : value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
+    const float output_scale = is_partial || kScalesLikeCombine ? 1.0f : output_scale_of(params);
     smem.row_sum[0][row] = result.factor * output_scale;
     if (work.slice != 0) continue;
     const i64 global_row = work.global_row(params, row);
@@ -1391,6 +1397,10 @@ __device__ inline void finish_rows(const Params& params, const WorkItem& work,
   __syncthreads();
 }
 
+__device__ inline float4 scaled(const float4& value, float factor) {
+  return make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
+}
+
 // Stores normalized fp32 rows of one split, or final rows.
 __device__ inline void store_output(const Params& params, const WorkItem& work,
                                     const SharedMemoryPlan& smem) {
@@ -1401,7 +1411,7 @@ __device__ inline void store_output(const Params& params, const WorkItem& work,
     const float factor = smem.row_sum[0][row];
     float4 value =
         *reinterpret_cast<const float4*>(smem.combine_buffer + combine_buffer_row(row) + dim);
-    value = make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
+    value = scaled(value, factor);
     const i64 global_row = work.global_row(params, row);
     const int column = work.slice * kSliceDims + dim;
     if (work.num_splits(params) > 1) {
@@ -1409,6 +1419,7 @@ __device__ inline void store_output(const Params& params, const WorkItem& work,
       *reinterpret_cast<float4*>(params.partial_out + partial_row * kHeadDimVo + column) = value;
     } else {
       const i64 offset = global_row * kHeadDimVo + column;
+      if constexpr (kScalesLikeCombine) value = scaled(value, output_scale_of(params));
       if constexpr (kHasOutputGate) value = gated_output(OutElement{}, params, offset, value);
       store_x4(OutElement{}, params.out, offset, value.x, value.y, value.z, value.w);
     }
