@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mlagen
+from tests.families.rejections import displaced
 from tests.problems.gqa import GqaCase
 from tests.problems.head_tables import HEAD_TABLES_CASES, check_head_tables
 from tests.problems.problem import E4M3, bf16, ints
@@ -215,6 +216,7 @@ ROWS: dict[str, list[Row]] = {
         ("v_scale", "1", ": expected a float, got '1'"),
         ("output_gate", bf16(3, 6, 32), ".shape: expected [3, 6, 64] or [3, 384] (...), got ..."),
         ("output_gate", bf16(3, 6, 64).half(), ".dtype: expected torch.bfloat16 (dtype of q), ..."),
+        ("output_gate", displaced(bf16(3, 6, 64)), ".data_ptr(): expected a multiple of 8, ..."),
         ("output_gate", bf16(3, 6, 128)[..., ::2], " must be contiguous: expected no gaps ..."),
         ("out", bf16(3, 6, 65)[..., :64].half(), ".dtype: expected torch.bfloat16 (dtype of q)..."),
         ("out", bf16(3, 5, 64), ".shape: expected [3, 6, 64] (shape of q), got [3, 5, 64]"),

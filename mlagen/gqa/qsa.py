@@ -97,7 +97,8 @@ def qsa_sparse_paged_attention(
         Factors of keys and values; None means 1. The scores are also multiplied by
         ``head_dim ** -0.5``.
     output_gate : as q, of as many elements, or None
-        Contiguous, ``[tokens, heads, head_dim]`` or ``[tokens, heads * head_dim]``.
+        ``[tokens, heads, head_dim]`` or ``[tokens, heads * head_dim]``, contiguous and aligned to
+        8 bytes.
     k_sf, v_sf : e4m3 or uint8 [pages, page_size, kv_heads, head_dim / 16]
         One scale for 16 elements of an NVFP4 cache.
     backend : str

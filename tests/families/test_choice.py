@@ -170,10 +170,13 @@ def test_another_gpu_uses_the_sm80_kernel(
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_rows_with_scales_between_them_use_the_sm80_kernel(layout: str, launches: Launches) -> None:
-    """They begin at multiples of 4 bytes, where TMA boxes may not begin."""
+    """They begin at multiples of 4 bytes, where TMA boxes may not begin: in any batch."""
     facts: dict[str, Any] = {"kv": "int8", "has_token_scales": True, "cache_layout": "inline"}
+    case = replace(GQA, layout=layout, **facts)
 
-    reject_sm90(replace(GQA, layout=layout, **facts), launches, "expected rows at multiples of 16 ")
+    reject_sm90(case, launches, "expected rows at multiples of 16 ")
+    invariant = choose(case, launches, "auto", batch_invariant=True).call
+    assert invariant.decode.spec.family == "gqa_sm80"
 
 
 @pytest.mark.parametrize("case", [MLA, GQA], ids=["mla", "gqa"])

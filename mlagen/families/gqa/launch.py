@@ -30,6 +30,7 @@ from mlagen.families.gqa.plan import (
     shape_of,
 )
 from mlagen.families.gqa.problem import (
+    GATE_ALIGNMENT_BYTES,
     MASK_ALIGNMENT_BYTES,
     GqaProblem,
     alignment_of,
@@ -116,6 +117,7 @@ class GqaLauncher(Launcher):
             (values["query"] | values["workspace"] | values["out"]) % ALIGNMENT_BYTES
             or (key | value) % self.cache_alignment
             or values["draft_mask"] % MASK_ALIGNMENT_BYTES
+            or values["output_gate"] % GATE_ALIGNMENT_BYTES
         ):
             check_pointers(args, self.cache_alignment)
         if self.maps is not None:
@@ -247,7 +249,7 @@ def _require_aligned_rows(args: GqaArgs) -> None:
         places = [stride * cache.element_size() for size, stride in axes if size > 1]
         if any(place % ALIGNMENT_BYTES for place in (cache.data_ptr(), *places)):
             rule = f"rows at multiples of {ALIGNMENT_BYTES} bytes"
-            raise UnsupportedError(f"MLAGEN_GQA_KERNEL=sm90: expected {rule}; {_COVERED}")
+            raise NotCoveredError(f"MLAGEN_GQA_KERNEL=sm90: expected {rule}; {_COVERED}")
 
 
 def _base_addresses(args: GqaArgs, problem: GqaProblem) -> tuple[int, int]:

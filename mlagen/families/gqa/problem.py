@@ -56,6 +56,7 @@ MASK_DTYPES = (torch.uint16, torch.uint32, torch.int32)
 NVFP4_ALIGNMENT_BYTES = 8
 TOKEN_SCALE_ALIGNMENT_BYTES = 4
 MASK_ALIGNMENT_BYTES = 4
+GATE_ALIGNMENT_BYTES = 8  # of four elements
 
 _DIM_STEP = 16  # of a value that is narrower than its key
 
@@ -216,6 +217,8 @@ def check_pointers(args: GqaArgs, cache_alignment: int = 0) -> None:
         require_aligned_pointer(args.out, names.out)
     if args.mask is not None and args.q_len > 1:
         require_aligned_pointer(args.mask, names.mask, MASK_ALIGNMENT_BYTES)
+    if args.output_gate is not None:
+        require_aligned_pointer(args.output_gate, names.output_gate, GATE_ALIGNMENT_BYTES)
 
 
 def has_token_scales(args: GqaArgs) -> bool:
