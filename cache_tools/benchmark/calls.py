@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
 import torch
+from torch.nn.functional import pad
 
 from mlagen.decode import xqa_batch_decode_with_kv_cache
 from mlagen.families.workspace import workspace_bytes
@@ -13,6 +14,8 @@ from mlagen.mla import (
     trtllm_batch_decode_sparse_mla_dsv4,
     trtllm_batch_decode_with_kv_cache_mla,
 )
+from mlagen.msa_ops import msa_sparse_decode_attention
+from mlagen.sparse import qsa_sparse_paged_attention
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla.variant import output_dtype
 
@@ -28,6 +31,10 @@ def mlagen_call(inputs: Inputs) -> Call:
     """Return the call of mlagen's entry point for the case."""
     if isinstance(inputs, PoolInputs):
         return _two_pool_call(inputs, _workspace(inputs))
+    if inputs.case.sparse_block > 1:
+        return _msa_call(inputs)
+    if inputs.case.is_sparse_gqa:
+        return qsa_call(qsa_sparse_paged_attention, inputs)
     make = _mla_call if inputs.case.family == "mla" else _gqa_call
     return make(inputs, _workspace(inputs))
 
@@ -104,6 +111,61 @@ def _gqa_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
             **shared,
         )
         return cast("torch.Tensor", out)
+
+    return call
+
+
+def block_indices_of(inputs: Inputs) -> torch.Tensor:
+    """Return the blocks ``[kv_heads, tokens, n]`` as vLLM passes them: a transposed view."""
+    assert inputs.topk_indices is not None, "the case is sparse"
+    return inputs.topk_indices.flatten(0, 1).transpose(0, 1)
+
+
+def _msa_call(inputs: Inputs) -> Call:
+    queries = [query.flatten(0, 1) for query in inputs.queries]
+    pairs = zip(inputs.keys, inputs.values, strict=True)
+    caches = [(k.data.transpose(1, 2), v.data.transpose(1, 2)) for k, v in pairs]
+    indices, factor = block_indices_of(inputs), element_scale(inputs.case.kv_dtype)
+    shared: dict[str, Any] = {
+        "page_table": inputs.block_tables,
+        "seqused_k": inputs.seq_lens,
+        "seqlen_q": inputs.case.q_len,
+        "softmax_scale": inputs.scale,
+        "k_global_scale": factor,
+        "v_global_scale": factor,
+        "out": torch.empty_like(queries[0]),
+    }
+
+    def call(index: int) -> torch.Tensor:
+        out = msa_sparse_decode_attention(queries[index], *caches[index], indices, **shared)
+        return cast("torch.Tensor", out)
+
+    return call
+
+
+def qsa_call(decode: Callable[..., Any], inputs: Inputs) -> Call:
+    """Return the call of ``qsa_sparse_paged_attention``, mlagen's or that of another library.
+
+    As in the model, a row ends in three unused indices and the count; the gate multiplies by 1.
+    """
+    assert inputs.topk_indices is not None, "the case is sparse"
+    case, device = inputs.case, inputs.seq_lens.device
+    queries = [query.flatten(0, 1) for query in inputs.queries]
+    indices = pad(pad(inputs.topk_indices.view(-1, case.top_k), (0, 3), value=-1), (0, 1))
+    indices[:, -1] = case.top_k
+    requests = torch.arange(case.batch, dtype=torch.int32, device=device)
+    tables = (indices, inputs.block_tables, requests.repeat_interleave(case.q_len))
+    shared: dict[str, Any] = {
+        **dict.fromkeys(("k_scale", "v_scale"), element_scale(case.kv_dtype)),
+        "output_gate": torch.full_like(queries[0], 100),
+        "out": torch.empty_like(queries[0]),
+    }
+
+    def call(index: int) -> torch.Tensor:
+        keys, values = inputs.keys[index], inputs.values[index]
+        scales = {} if keys.scales is None else {"k_sf": keys.scales, "v_sf": values.scales}
+        given = (queries[index], keys.data, values.data, *tables, False)
+        return cast("torch.Tensor", decode(*given, **scales, **shared))
 
     return call
 

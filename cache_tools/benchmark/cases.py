@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from random import Random
 from statistics import NormalDist
 
@@ -30,6 +31,9 @@ VLLM_BLOCK_SIZES = {4: 256, 128: 256, 1: 64, 2: 64}
 _DENSE_RATIO = 128
 _INDEX_BYTES = 4
 
+# Tokens that an index of sparse GQA names: in Qwen3.8's QSA one, in MiniMax-M3's MSA a page.
+SPARSE_BLOCKS = (1, 128)
+
 NVFP4_BLOCK = 16  # elements that share a scale
 
 _MAX_INPUT_SETS = 1024
@@ -43,7 +47,8 @@ class Case:
     In MLA ``kv_heads`` is 1, and the first ``head_dim_vo`` elements of a key are its value.
     ``seq_len`` is the length of every request, or the mean length if ``is_ragged``. With ``top_k``
     every query token attends to that many of its request's tokens, and with ``window_left`` to that
-    many before its own.
+    many before its own. In GQA an index then names ``sparse_block`` tokens: a query token has
+    indices of tokens for all KV heads, or indices of blocks, with that of its own, for each.
 
     With a dtype of two pools, ``window_left`` selects the tokens of the first one, and ``top_k`` is
     the number of listed tokens of the second one, where a token stands for ``compress_ratio``.
@@ -63,6 +68,7 @@ class Case:
     kv_dtype: DType = DType.BF16
     is_ragged: bool = False
     top_k: int = 0  # dense if 0
+    sparse_block: int = 1  # tokens; more than one is also the page size
     window_left: int = -1  # unlimited if negative
     compress_ratio: int = 0  # 0 without a second pool
     soft_cap: int = 0  # of the scores; 0: none
@@ -85,14 +91,15 @@ class Case:
         if self.family == "mla" and self.qk_rope_head_dim != QK_ROPE_HEAD_DIM:
             words.append(f"dims {self.head_dim_vo}+{self.qk_rope_head_dim}")
         if self.top_k:
-            words.append(f"top-k {self.top_k}")
+            blocks = f" in blocks of {self.sparse_block}" if self.sparse_block > 1 else ""
+            words.append(f"top-k {self.top_k}{blocks}")
         if self.window_left >= 0:
             words.append(f"window_left {self.window_left}")
         if self.soft_cap:
             words.append(f"soft_cap {self.soft_cap}")
         if self.q_len != 1:
             words.append(f"q_len {self.q_len}")
-        if self.page_size != 64:
+        if self.page_size not in {64, self.sparse_block}:
             words.append(f"page_size {self.page_size}")
         return ", ".join(words)
 
@@ -108,6 +115,17 @@ class Case:
     def has_two_pools(self) -> bool:
         """Whether a query token has top-k indices into each of two pools."""
         return self.kv_dtype.extra_row is not None
+
+    @property
+    def is_sparse_gqa(self) -> bool:
+        """Whether each query token of a GQA case has top-k indices."""
+        return self.family == "gqa" and self.top_k > 0
+
+    @property
+    def indices_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the top-k indices of sparse GQA; that of tokens has one KV head for all."""
+        kv_heads = self.kv_heads if self.sparse_block > 1 else 1
+        return self.batch, self.q_len, kv_heads, self.top_k // self.sparse_block
 
     @property
     def extra_page_size(self) -> int:
@@ -182,7 +200,9 @@ class Case:
         if self.has_two_pools:
             return sum(map(sum, self.list_lens))
         if self.top_k:
-            return self.batch * self.q_len * self.top_k
+            # In the block of its own position, a query token does not attend to later tokens.
+            hidden = sum(-(self.seq_len - i) % self.sparse_block for i in range(self.q_len))
+            return self.batch * (self.q_len * self.top_k - hidden)
         widest = self.window_left + 1 if self.window_left >= 0 else max(self.seq_lens)
         return sum(
             min(seq_len - before, widest)
@@ -201,7 +221,10 @@ class Case:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes to read each attended token once, read the query and write the output."""
+        """Bytes to read each attended token once, read the query and write the output.
+
+        Those of indices are among them over two pools and in sparse GQA.
+        """
         rows = self.batch * self.q_len * self.heads
         return (
             (self._pool_bytes if self.has_two_pools else self._cache_bytes)
@@ -217,7 +240,8 @@ class Case:
             row_bytes += width // NVFP4_BLOCK  # a scale of one byte per block
         if self.kv_dtype.has_token_scales:
             row_bytes += 2 * TOKEN_SCALE_BYTES
-        return self._read_tokens * self.kv_heads * row_bytes
+        indices = prod(self.indices_shape) if self.is_sparse_gqa else 0
+        return self._read_tokens * self.kv_heads * row_bytes + indices * _INDEX_BYTES
 
     @property
     def _pool_bytes(self) -> int:

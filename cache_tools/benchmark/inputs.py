@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from mlagen.families.common.arguments import FLOAT_DTYPES
 from mlagen.families.mla.write_rows import pack_pages
@@ -17,6 +18,10 @@ TORCH_DTYPES = {dtype: of_torch for of_torch, dtype in FLOAT_DTYPES.items()}
 
 # An int8 element is 32 times its value, so that four standard deviations fit.
 INT8_SCALE = 1 / 32
+
+
+# Tokens that an indexer of tokens chooses together.
+_RUN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +112,8 @@ class Inputs:
     block_tables: torch.Tensor  # int32[batch, max_pages]
     seq_lens: torch.Tensor  # int32[batch]
     scale: float
-    topk_indices: torch.Tensor | None = None  # int32[batch, q_len, top_k], slots of the cache
+    # int32[batch, q_len, top_k], slots of the cache; in GQA as Case.indices_shape, of the request.
+    topk_indices: torch.Tensor | None = None
 
     @property
     def sets(self) -> int:
@@ -149,10 +155,16 @@ def make_inputs(case: Case, sets: int, device: str) -> Inputs:
             keys.append(key)
             values.append(value)
             continue
+        if case.sparse_block > 1:  # as in vLLM: KV heads before tokens, a key and a value in a row
+            shape = (page[0], case.kv_heads, case.page_size, 2 * case.head_dim_qk)
+            rows = random_cache(case.kv_dtype, shape, generator).data.transpose(1, 2)
+            for side, part in zip((keys, values), rows.chunk(2, dim=-1), strict=True):
+                side.append(Stored(data=part))
+            continue
         keys.append(random_cache(case.kv_dtype, (*page, case.head_dim_qk), generator))
         is_mla = case.family == "mla"
-        shape = (*page, case.head_dim_vo)
-        values.append(keys[-1] if is_mla else random_cache(case.kv_dtype, shape, generator))
+        value_shape = (*page, case.head_dim_vo)
+        values.append(keys[-1] if is_mla else random_cache(case.kv_dtype, value_shape, generator))
     tables = tables.to(device)
     return Inputs(
         case=case,
@@ -169,7 +181,9 @@ def make_inputs(case: Case, sets: int, device: str) -> Inputs:
 
 
 def _topk_indices(case: Case, tables: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return slots of random tokens, each at most once for a query token."""
+    """Return slots of random tokens, each at most once for a query token, or indices of GQA."""
+    if case.is_sparse_gqa:
+        return _gqa_indices(case, generator)
     rows = []
     for request, seq_len in enumerate(case.seq_lens):
         for _ in range(case.q_len):
@@ -178,6 +192,22 @@ def _topk_indices(case: Case, tables: torch.Tensor, generator: torch.Generator) 
             pages = tables[request, tokens // case.page_size]
             rows.append(pages * case.page_size + tokens % case.page_size)
     return torch.stack(rows).int().view(case.batch, case.q_len, case.top_k)
+
+
+def _gqa_indices(case: Case, generator: torch.Generator) -> torch.Tensor:
+    """Return random tokens in runs as the indexer chooses them, or random blocks after the own."""
+    batch, q_len, kv_heads, width = case.indices_shape
+    device, rows = generator.device, []
+    for row in range(batch * q_len * kv_heads):
+        if case.sparse_block > 1:
+            own = (case.seq_len - q_len + row // kv_heads % q_len) // case.sparse_block
+            others = torch.randperm(own, generator=generator, device=device)[: width - 1]
+            rows.append(pad(others, (1, 0), value=own))
+            continue
+        runs = torch.randperm(-(-case.seq_len // _RUN), generator=generator, device=device)
+        tokens = (runs[:, None] * _RUN + torch.arange(_RUN, device=device)).flatten()
+        rows.append(tokens[tokens < case.seq_len][:width])
+    return torch.stack(rows).int().view(case.indices_shape)
 
 
 def attend(inputs: Inputs) -> torch.Tensor:
@@ -190,9 +220,12 @@ def attend(inputs: Inputs) -> torch.Tensor:
     out = torch.empty(shape, dtype=torch.float32, device=inputs.seq_lens.device)
     group = case.heads // case.kv_heads
     for request, seq_len in enumerate(case.seq_lens):
-        slots = _slots(inputs, request)
         mask = None if case.top_k else _mask(seq_len, case.q_len, case.window_left, out.device)
         for kv_head in range(case.kv_heads):
+            slots = _slots(inputs, request, kv_head)
+            if case.sparse_block > 1:  # the last block has tokens after the query token
+                own = torch.arange(seq_len - case.q_len, seq_len, device=out.device)
+                mask = (_tokens(inputs, request, kv_head) > own[:, None]).unsqueeze(1)
             heads = slice(kv_head * group, (kv_head + 1) * group)
             query = inputs.queries[0][request, :, heads].float() * inputs.scale
             keys = _rows(inputs, inputs.keys[0], slots, kv_head)
@@ -223,12 +256,21 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference / norm) if norm else float(difference)
 
 
-def _slots(inputs: Inputs, request: int) -> torch.Tensor:
+def _tokens(inputs: Inputs, request: int, kv_head: int) -> torch.Tensor:
+    """Return all tokens of a request, or those that each of its query tokens attends to."""
+    case, device = inputs.case, inputs.seq_lens.device
+    if inputs.topk_indices is None:
+        return torch.arange(case.seq_lens[request], device=device)
+    indices = inputs.topk_indices[request].long()
+    first = indices[:, min(kv_head, indices.shape[1] - 1), :, None] * case.sparse_block
+    return (first + torch.arange(case.sparse_block, device=device)).flatten(1)
+
+
+def _slots(inputs: Inputs, request: int, kv_head: int) -> torch.Tensor:
     """Return the slots of a request's tokens, or those of each of its query tokens."""
-    if inputs.topk_indices is not None:
+    if inputs.topk_indices is not None and not inputs.case.is_sparse_gqa:
         return inputs.topk_indices[request].long()
-    seq_len, page_size = inputs.case.seq_lens[request], inputs.case.page_size
-    tokens = torch.arange(seq_len, device=inputs.block_tables.device)
+    tokens, page_size = _tokens(inputs, request, kv_head), inputs.case.page_size
     pages = inputs.block_tables[request, tokens // page_size].long()
     return pages * page_size + tokens % page_size
 
@@ -236,10 +278,9 @@ def _slots(inputs: Inputs, request: int) -> torch.Tensor:
 def _rows(inputs: Inputs, cache: Stored, slots: torch.Tensor, kv_head: int) -> torch.Tensor:
     def gather(stored: torch.Tensor) -> torch.Tensor:
         # As bytes: not every version of torch can index e4m3.
-        rows = stored[:, :, kv_head].flatten(0, 1)
-        if rows.element_size() > 1:
-            return rows[slots]
-        return rows.view(torch.uint8)[slots].view(stored.dtype)
+        rows = stored if stored.element_size() > 1 else stored.view(torch.uint8)
+        page_size = stored.shape[1]
+        return rows[slots // page_size, slots % page_size, kv_head].view(stored.dtype)
 
     scales = None if cache.scales is None else gather(cache.scales)
     rows = Stored(data=gather(cache.data), scales=scales)

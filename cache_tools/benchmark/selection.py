@@ -7,15 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from mlagen.errors import ArgumentError
+from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.spec.dtype import EXTRA_ROW_FORMATS, ROW_FORMATS, DType
 from mlagen.spec.gqa import variant as gqa
 from mlagen.spec.mla import variant as mla_support
+from mlagen.values import reject
 
 from .cases import (
     FAMILIES,
     KV_LORA_RANK,
     QK_ROPE_HEAD_DIM,
+    SPARSE_BLOCKS,
     SWA_TOKENS,
     VLLM_BLOCK_SIZES,
     Case,
@@ -59,6 +61,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "kv_heads": 8,
         "head_dim": 128,
         "head_dim_vo": 0,
+        "top_k": 0,
+        "sparse_block": 1,
         "window_left": -1,
         "soft_cap": 0,
     },
@@ -191,6 +195,8 @@ def case_of(family: str, *, is_ragged: bool = False, **given: Any) -> Case:
             f"top_k: expected at most {case.seq_len} (seq_len) and equal lengths, got {case.top_k}"
             f"{' with ragged ones' if case.is_ragged else ''}"
         )
+    if case.family == "gqa" and (case.top_k or case.sparse_block != 1):
+        _require_sparse_gqa(case)
     _require_supported(case)
     return case
 
@@ -210,6 +216,24 @@ def _require_lists(case: Case) -> None:
         raise ArgumentError(f"top_k: expected {rule}, got {case.top_k}")
     if case.seq_len < SWA_TOKENS:
         raise ArgumentError(f"seq_len: expected {SWA_TOKENS} or more, got {case.seq_len}")
+
+
+def _require_sparse_gqa(case: Case) -> None:
+    """Require what MSA has, where an index names a block, or QSA, where it names a token."""
+    block = case.sparse_block
+    if block not in SPARSE_BLOCKS:
+        reject("sparse_block", " or ".join(map(str, SPARSE_BLOCKS)), block)
+    dims = {"head_dim_vo": case.head_dim_qk, "window_left": -1, "soft_cap": 0}
+    for name, none in {**dims, **({"page_size": block} if block > 1 else {})}.items():
+        if getattr(case, name) != none:
+            reject(name, f"{none} with top_k", getattr(case, name))
+    position = case.seq_len - (case.q_len if block > 1 else 1)
+    limit = (position // block + 1) * block
+    if case.top_k % block or not 0 < case.top_k <= limit:
+        rule = f"a multiple of {block} (sparse_block) from {block} to {limit}"
+        reject("top_k", rule, case.top_k)
+    if block > 1 and case.kv_dtype is DType.NVFP4:
+        raise UnsupportedError(f"no decode kernel over blocks of {block} tokens in {case.kv_dtype}")
 
 
 def _dtype(argument: str, name: str) -> DType:
@@ -239,5 +263,6 @@ def _require_supported(case: Case) -> None:
                 out_dtype=query,
                 head_dim=case.head_dim_qk,
                 head_dim_vo=case.head_dim_vo if case.has_value_dims else 0,
+                sparse_block=case.sparse_block if case.is_sparse_gqa else 0,
             )
         )

@@ -176,6 +176,10 @@ _V4: tuple[tuple[str, Facts], ...] = (
 # Qwen3.8.
 _HALF: Facts = {"heads": 32, "kv_heads": 4}
 _MIMO: Facts = {"heads": 16, "kv_heads": 1, "head_dim": 192, "head_dim_vo": 128}
+# MiniMax-M3 and Qwen3.8.
+_MSA: Facts = {"heads": 16, "kv_heads": 1, "seq_len": 32768, "top_k": 2048}
+_MSA |= {"sparse_block": 128, "page_size": 128}
+_QSA: Facts = {"heads": 12, "kv_heads": 1, "head_dim": 256, "seq_len": 16384, "top_k": 2048}
 _WIDE_HEADS: tuple[Facts, ...] = (
     {**_HALF, "head_dim": 256},
     {"heads": 24, "kv_heads": 4, "head_dim": 256},
@@ -215,6 +219,22 @@ _GQA: tuple[tuple[str, Facts], ...] = (
     # The heads of Gemma 2.
     ("gqa", {"batch": 64, "heads": 32, "kv_heads": 16, "soft_cap": 50}),
     ("gqa", {"batch": 64, "heads": 16, "kv_heads": 8, "head_dim": 256, "soft_cap": 50}),
+    # Top-k blocks, with tensor parallelism 4, 1 and 8, and top-k tokens, with 1 and 2.
+    *(
+        ("gqa", {**_MSA, "kv_dtype": dtype, "heads": heads, "kv_heads": kv_heads})
+        for dtype in (None, "e4m3")
+        for heads, kv_heads in ((16, 1), (64, 4), (8, 1))
+    ),
+    *(
+        ("gqa", {**_MSA, "kv_dtype": "e4m3", "batch": batch, "q_len": q_len})
+        for batch, q_len in ((8, 1), (32, 1), (32, 4))
+    ),
+    *(
+        ("gqa", {**_QSA, "kv_dtype": dtype, "heads": 12 * kv_heads, "kv_heads": kv_heads})
+        for dtype in (None, "e4m3", "nvfp4")
+        for kv_heads in (2, 1)
+    ),
+    *(("gqa", {**_QSA, "batch": batch}) for batch in (8, 32)),
 )
 
 SUITES = {"quick": _QUICK, "full": _FULL, "v4": _V4, "gqa": _GQA}

@@ -57,7 +57,16 @@ _CASE_OPTIONS = (
         "For MLA, rope elements of a token, 64 or 0; default: 64.",
     ),
     values_option(
-        "top-k", numbers(0), "N", "Sparse MLA: indices per query token; 0 is dense; default: 0."
+        "top-k",
+        numbers(0),
+        "N",
+        "Tokens that a query token chooses, for MLA also its indices; 0 is dense; default: 0.",
+    ),
+    values_option(
+        "sparse-block",
+        numbers(1),
+        "N",
+        "For GQA, tokens that an index names: 1, or 128, which is the page size; default: 1.",
     ),
     values_option(
         "compress-ratio",

@@ -18,6 +18,7 @@ SMALL = "--batch 2 --seq-len 500 --heads 16 --json"
     [
         ("--family mla,gqa", ["mla", "gqa"]),
         ("--kv-dtype fp8_dsv4 --top-k 0,100 --q-len 2", ["mla", "mla"]),
+        ("--family gqa --top-k 128 --sparse-block 1,128 --page-size 128 --q-len 2", ["gqa", "gqa"]),
     ],
 )
 def test_two_small_cases_are_measured(options: str, families: list[str]) -> None:

@@ -51,8 +51,8 @@ def shared_library(package: str, name: str) -> SharedLibrary | None:
 
 
 def has_16bit_query(case: Case) -> bool:
-    """Whether a case has a 16-bit query over the same dtype, or in GQA over e4m3."""
-    if not case.dtype.is_16bit:
+    """Whether a case has a 16-bit query over the same dtype, or in dense GQA over e4m3."""
+    if not case.dtype.is_16bit or case.is_sparse_gqa:
         return False
     if case.kv_dtype is case.dtype:
         return True

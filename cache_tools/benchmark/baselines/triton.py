@@ -37,6 +37,8 @@ def find() -> list[Baseline]:
 
 
 def _serves(case: Case) -> bool:
+    if case.is_sparse_gqa:
+        return False
     is_plain = case.kv_dtype in (case.dtype, DType.E4M3, DType.INT8)
     is_known = is_plain or case.kv_dtype.has_token_scales
     return case.family == "gqa" and case.dtype.is_16bit and is_known and not case.has_value_dims

@@ -331,6 +331,8 @@ def test_libraries_are_found_in_a_folder(site: Path) -> None:
         ("gqa", {"soft_cap": 50}, "fa3 flashinfer triton"),
         ("gqa", DIMS_192_128, "fa3"),
         ("gqa", {"head_dim_vo": 64}, ""),
+        ("gqa", {"top_k": 64}, ""),
+        ("gqa", {"top_k": 64, "kv_dtype": "nvfp4"}, ""),
     ],
 )
 def test_a_library_is_measured_where_it_has_a_kernel(

@@ -36,6 +36,9 @@ KV_DTYPES = (
 )
 
 
+BLOCKS = {"top_k": 256, "sparse_block": 128, "page_size": 128, "seq_len": 386}
+
+
 def inputs_of(family: str, sets: int = 2, **facts: Any) -> Inputs:
     """Return small inputs, ragged without top-k indices, with pages of 16 tokens."""
     shared = {"batch": 3, "seq_len": 70, "heads": 8, "page_size": 16}
@@ -45,7 +48,7 @@ def inputs_of(family: str, sets: int = 2, **facts: Any) -> Inputs:
 
 def in_float64(inputs: Inputs) -> torch.Tensor:
     """Return the output of the first set, one query token and KV head at a time."""
-    case = inputs.case
+    case, family = inputs.case, inputs.case.family
     group = case.heads // case.kv_heads
     keys = dequantize(case.kv_dtype, inputs.keys[0])
     values = dequantize(case.kv_dtype, inputs.values[0])[..., : case.head_dim_vo]
@@ -57,10 +60,16 @@ def in_float64(inputs: Inputs) -> torch.Tensor:
             end = seq_len - case.q_len + token + 1
             start = 0 if case.window_left < 0 else max(0, end - 1 - case.window_left)
             seen = rows[start:end]
-            if inputs.topk_indices is not None:
+            if inputs.topk_indices is not None and family == "mla":
                 listed = inputs.topk_indices[request, token].tolist()
                 seen = [divmod(slot, case.page_size) for slot in listed]
             for head in range(case.kv_heads):
+                if inputs.topk_indices is not None and family == "gqa":
+                    lists = inputs.topk_indices[request, token]
+                    entries = lists[head if len(lists) > 1 else 0].tolist()
+                    block = case.sparse_block
+                    tokens = [block * entry + i for entry in entries for i in range(block)]
+                    seen = [rows[t] for t in tokens if block == 1 or t < end]
                 heads = slice(head * group, (head + 1) * group)
                 result = tests.problems.reference.attend(
                     inputs.queries[0][request, token, heads].float(),
@@ -91,6 +100,9 @@ def in_float64(inputs: Inputs) -> torch.Tensor:
         ("gqa", {"window_left": 0, "kv_dtype": "nvfp4"}),
         ("gqa", {"kv_dtype": "nvfp4"}),
         ("gqa", {"kv_dtype": "int8_per_token_head"}),
+        ("gqa", {"top_k": 42, "kv_dtype": "nvfp4", "kv_heads": 2, "q_len": 2}),
+        ("gqa", {**BLOCKS, "kv_heads": 2, "q_len": 3}),
+        ("gqa", {**BLOCKS, "kv_dtype": "int8"}),
     ],
     ids=str,
 )
@@ -162,6 +174,24 @@ def test_indices_are_slots_of_the_request() -> None:
         for slots in lists:
             assert len(set(slots.tolist())) == 30
             assert set((slots // 16).tolist()) == pages
+
+
+def test_indices_of_gqa_are_runs_of_tokens_or_blocks_of_a_kv_head() -> None:
+    """Tokens are distinct and four follow each other; a block of the token's own comes first."""
+    tokens = inputs_of("gqa", 1, top_k=40, kv_heads=2, seq_len=72).topk_indices
+    blocks = inputs_of("gqa", 1, **BLOCKS, q_len=3, kv_heads=2, batch=9).topk_indices
+    assert tokens is not None
+    assert blocks is not None
+    assert tokens.shape == (3, 1, 1, 40)
+    for listed in tokens.view(3, 10, 4):
+        first = listed[:, :1]
+        assert torch.equal(listed, first // 4 * 4 + torch.arange(4))
+        assert len(set(first.flatten().tolist())) == 10
+        assert int(listed.max()) < 72
+    assert blocks.shape == (9, 3, 2, 2)
+    assert torch.equal(blocks[0, :, :, 0], torch.tensor([[2, 2], [3, 3], [3, 3]]))
+    assert set(blocks[:, 1:, :, 1].flatten().tolist()) == {0, 1, 2}
+    assert not torch.equal(blocks[:, 1, 0], blocks[:, 1, 1])
 
 
 @pytest.mark.parametrize("dtype", [DType(name) for name in KV_DTYPES], ids=str)

@@ -9,6 +9,7 @@ import pytest
 
 from cache_tools.benchmark.outcomes import Ceilings
 from cache_tools.benchmark.selection import case_of, select_cases
+from mlagen.errors import MlagenError
 
 
 def test_without_options_the_suites_are_measured() -> None:
@@ -61,6 +62,8 @@ ONE = {"batch": 1, "seq_len": 1, "heads": 1, "dtype": "e4m3"}
 # Rows attend to 4 tokens each; together they read the last 6.
 WINDOW = {**GQA_SMALL, "q_len": 3, "window_left": 3}
 
+BLOCKS = {**GQA_SMALL, "seq_len": 384, "page_size": 128, "top_k": 256, "sparse_block": 128}
+
 # DeepSeek-V4: two requests of two query tokens attend to 128 tokens of their window, 129 together,
 # and to 4 compressed ones each, of their own at 4:1 and the same at 128:1.
 V4 = {"batch": 2, "q_len": 2, "seq_len": 512, "heads": 4, "kv_dtype": "fp8_dsv4", "top_k": 4}
@@ -89,6 +92,16 @@ V4_QUERIES = 16 * 2048 + 4 * 132 * 4  # rows in and out, and entries of the list
         ("mla", {**V4, "top_k": 0}, 2048 * 16 * 128, 258 * 584 + 16 * 2048 + 4 * 128 * 4),
         # Two elements a byte, and a scale of one byte for 16.
         ("gqa", {**GQA_SMALL, "kv_dtype": "nvfp4"}, 2 * 2 * 10 * 32, 10 * 18 + 2 * 32 + 2 * 32),
+        # Two blocks of each of two KV heads; the last has a token after the first query token.
+        (
+            *("gqa", {**BLOCKS, "heads": 4, "kv_heads": 2, "q_len": 2}, 2 * 4 * 511 * 32),
+            511 * 2 * 64 + 2 * 8 * 32 + 8 * 4,
+        ),
+        # KV heads share their indices.
+        (
+            *("gqa", {**FP8_GQA, "top_k": 5}, 2 * 4 * 10 * 32),
+            10 * 2 * 32 + 8 * 32 + 8 * 32 + 10 * 4,
+        ),
         # A byte an element, and two scales of four bytes.
         (
             *("gqa", {**GQA_SMALL, "kv_dtype": "int8_per_token_head"}, 2 * 2 * 10 * 32),
@@ -137,6 +150,11 @@ def test_the_suite_of_gqa_has_the_hand_computed_bounds() -> None:
         "e4m3, 128 x 8192, 16/8 heads, head_dim 256, window_left 1023": 124.0,
         "e4m3, 32 x 32768, 8/1 heads, head_dim 512": 248.1,
         "128 x 4096, 16/1 heads, head_dim 192/128": 77.5,
+        "e4m3, 128 x 32768, 64/4 heads, top-k 2048 in blocks of 128": 62.0,
+        "128 x 32768, 8/1 heads, top-k 2048 in blocks of 128": 31.0,
+        "e4m3, 32 x 32768, 16/1 heads, top-k 2048 in blocks of 128, q_len 4": 15.5,
+        "nvfp4, 128 x 16384, 24/2 heads, head_dim 256, top-k 2048": 34.9,
+        "32 x 16384, 12/1 heads, head_dim 256, top-k 2048": 15.5,
     }.items():
         assert 1 <= h200.bound_us(labels[label]) / us <= 1.06, label
 
@@ -195,6 +213,11 @@ FP8_GQA_64 = {"kv_dtype": "e4m3", "head_dim": 64, "page_size": 16}
         ),
         ("gqa", {"soft_cap": 50}, "bf16, 128 x 4096, 64/8 heads, soft_cap 50", 6e-3),
         ("gqa", {"window_left": 0}, "bf16, 128 x 4096, 64/8 heads, window_left 0", 6e-3),
+        ("gqa", {"top_k": 64}, "bf16, 128 x 4096, 64/8 heads, top-k 64", 6e-3),
+        (
+            *("gqa", {"top_k": 256, "sparse_block": 128, "page_size": 128}),
+            *("bf16, 128 x 4096, 64/8 heads, top-k 256 in blocks of 128", 6e-3),
+        ),
     ],
 )
 def test_a_label_has_the_non_default_values_and_fp8_a_wider_bound(
@@ -203,6 +226,37 @@ def test_a_label_has_the_non_default_values_and_fp8_a_wider_bound(
     """Two cases that differ have different labels."""
     case = case_of(family, **facts)
     assert (case.label, case.error_bound) == (f"{family} {label}", bound)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"sparse_block": 64}, "sparse_block: expected 1 or 128, got 64"),
+        ({"page_size": 64}, "page_size: expected 128 with top_k, got 64"),
+        ({"soft_cap": 5}, "soft_cap: expected 0 with top_k, got 5"),
+        ({"window_left": 5}, "window_left: expected -1 with top_k, got 5"),
+        ({"head_dim_vo": 64}, "head_dim_vo: expected 128 with top_k, got 64"),
+        ({"top_k": 0}, "top_k: expected a multiple of 128 (sparse_block) from 128 to 384, got 0"),
+        (
+            {"top_k": 130},
+            "top_k: expected a multiple of 128 (sparse_block) from 128 to 384, got 130",
+        ),
+        (
+            {"top_k": 384, "q_len": 129},
+            "top_k: expected a multiple of 128 (sparse_block) from 128 to 256, got 384",
+        ),
+        ({"kv_dtype": "nvfp4"}, "no decode kernel over blocks of 128 tokens in nvfp4"),
+        (
+            {"kv_dtype": "int8_per_token_head"},
+            "no sparse GQA decode kernel for decode context parallel or scales of tokens",
+        ),
+    ],
+)
+def test_a_sparse_case_that_no_model_has_is_rejected(facts: dict[str, Any], message: str) -> None:
+    """The message names the option, its rule and the value."""
+    with pytest.raises(MlagenError) as caught:
+        case_of("gqa", **{**BLOCKS, "head_dim": 128, **facts})
+    assert str(caught.value) == message
 
 
 E4M3_TOPK = {"dtype": "e4m3", "kv_dtype": "fp8_ds_mla", "seq_len": 8192, "top_k": 2048}
