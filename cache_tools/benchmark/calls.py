@@ -32,7 +32,7 @@ def mlagen_call(inputs: Inputs) -> Call:
     if isinstance(inputs, PoolInputs):
         return _two_pool_call(inputs, _workspace(inputs))
     if inputs.case.sparse_block > 1:
-        return _msa_call(inputs)
+        return msa_call(msa_sparse_decode_attention, inputs, block_indices_of(inputs))
     if inputs.case.is_sparse_gqa:
         return qsa_call(qsa_sparse_paged_attention, inputs)
     make = _mla_call if inputs.case.family == "mla" else _gqa_call
@@ -121,24 +121,24 @@ def block_indices_of(inputs: Inputs) -> torch.Tensor:
     return inputs.topk_indices.flatten(0, 1).transpose(0, 1)
 
 
-def _msa_call(inputs: Inputs) -> Call:
+def msa_call(decode: Callable[..., Any], inputs: Inputs, indices: torch.Tensor) -> Call:
+    """Return the call of ``msa_sparse_decode_attention``, mlagen's or that of another library."""
     queries = [query.flatten(0, 1) for query in inputs.queries]
     pairs = zip(inputs.keys, inputs.values, strict=True)
     caches = [(k.data.transpose(1, 2), v.data.transpose(1, 2)) for k, v in pairs]
-    indices, factor = block_indices_of(inputs), element_scale(inputs.case.kv_dtype)
+    factor = element_scale(inputs.case.kv_dtype)
     shared: dict[str, Any] = {
         "page_table": inputs.block_tables,
         "seqused_k": inputs.seq_lens,
         "seqlen_q": inputs.case.q_len,
         "softmax_scale": inputs.scale,
-        "k_global_scale": factor,
-        "v_global_scale": factor,
         "out": torch.empty_like(queries[0]),
     }
+    if factor != 1:
+        shared |= {"k_global_scale": factor, "v_global_scale": factor}
 
     def call(index: int) -> torch.Tensor:
-        out = msa_sparse_decode_attention(queries[index], *caches[index], indices, **shared)
-        return cast("torch.Tensor", out)
+        return cast("torch.Tensor", decode(queries[index], *caches[index], indices, **shared))
 
     return call
 

@@ -1,4 +1,4 @@
-"""FlashInfer: its MLA wrapper, and XQA or its wrapper for grouped-query attention."""
+"""FlashInfer: its MLA wrapper, and XQA, its wrapper, MSA and QSA for grouped-query attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from mlagen.spec.dtype import DType
 
-from ..calls import Call
+from ..calls import Call, block_indices_of, msa_call, qsa_call
 from ..cases import KV_LORA_RANK, Case
 from ..inputs import TORCH_DTYPES, Inputs
 from .baseline import (
@@ -28,6 +28,7 @@ _WORKSPACE_BYTES = 256 << 20
 
 _MAX_XQA_HEAD_DIM = 256
 _HEAD_DIMS = (64, 128, 256, 512)  # of the wrapper
+_MSA_HEAD_DIM, _QSA_HEAD_DIM = 128, 256
 _NVFP4_HEAD_DIMS = (128, 256, 512)
 
 
@@ -41,7 +42,14 @@ def find() -> list[Baseline]:
 
 
 def _serves(case: Case) -> bool:
-    if case.has_value_dims or case.is_sparse_gqa:
+    if case.sparse_block > 1:  # on sm_90
+        has_shape = case.top_k == 16 * case.sparse_block and case.head_dim_qk == _MSA_HEAD_DIM
+        has_group = case.heads <= 16 * case.kv_heads
+        return (case.dtype, case.kv_dtype) == (DType.BF16, DType.E4M3) and has_shape and has_group
+    if case.is_sparse_gqa:
+        is_known = case.kv_dtype in {DType.BF16, DType.E4M3, DType.NVFP4}
+        return case.dtype is DType.BF16 and is_known and case.head_dim_qk == _QSA_HEAD_DIM
+    if case.has_value_dims:
         return False
     if _takes_wrapper(case):
         # Its FA2 kernels misread NVFP4 of 64 dims, and take several query tokens as prefill does.
@@ -63,12 +71,25 @@ def flashinfer_call(inputs: Inputs) -> Call:
 
     The wrapper is planned here; a call is only its run.
     """
+    if inputs.case.is_sparse_gqa:
+        return _sparse_call(inputs)
     device = inputs.seq_lens.device
     workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     if inputs.case.family == "mla":
         return _mla_call(inputs, workspace)
     make = _wrapper_call if _takes_wrapper(inputs.case) else _xqa_call
     return make(inputs, workspace)
+
+
+def _sparse_call(inputs: Inputs) -> Call:
+    if inputs.case.sparse_block == 1:
+        from flashinfer.sparse import qsa_sparse_paged_attention
+
+        return qsa_call(qsa_sparse_paged_attention, inputs)
+    from flashinfer.msa_ops import msa_sparse_decode_attention
+
+    indices = block_indices_of(inputs).sort(-1).values.contiguous()  # ascending
+    return msa_call(msa_sparse_decode_attention, inputs, indices)
 
 
 def _mla_call(inputs: Inputs, workspace: torch.Tensor) -> Call:

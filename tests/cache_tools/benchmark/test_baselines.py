@@ -22,6 +22,7 @@ from tests.fixture_types import Patch
 
 Cases = list[tuple[str, dict[str, Any]]]
 TOPK: dict[str, Any] = {"top_k": 40, "is_ragged": False}
+BLOCKS = {**TOPK, "top_k": 256, "seq_len": 386, "sparse_block": 128, "page_size": 128}
 V4: dict[str, Any] = {"kv_dtype": "fp8_dsv4", "seq_len": 512}
 NO_ROPE = {"qk_rope_head_dim": 0}
 MLA: Cases = [("mla", {}), ("mla", {"q_len": 3})]
@@ -52,6 +53,8 @@ FLASHINFER: Cases = [
     ("mla", {**TOPK, **NO_ROPE, "kv_dtype": "e4m3"}),
     ("gqa", {"kv_dtype": "nvfp4", "window_left": 20}),
     ("gqa", {"kv_dtype": "e4m3", "head_dim": 512}),
+    ("gqa", {**BLOCKS, "kv_heads": 2, "q_len": 3}),
+    ("gqa", {**TOPK, "kv_dtype": "nvfp4", "q_len": 2}),
 ]
 TRITON: Cases = [
     *GQA,
@@ -59,6 +62,10 @@ TRITON: Cases = [
     ("gqa", {"kv_dtype": "int8_per_token_head"}),
     ("gqa", {"kv_dtype": "fp8_per_token_head"}),
     ("gqa", {"head_dim": 512, "batch": 40}),
+    ("gqa", {**BLOCKS, "kv_heads": 2, "q_len": 3}),
+    ("gqa", {**BLOCKS, "kv_dtype": "e4m3"}),
+    ("gqa", {**TOPK, "kv_heads": 2, "q_len": 2}),
+    ("gqa", {**TOPK, "kv_dtype": "e4m3"}),
 ]
 
 
@@ -192,7 +199,28 @@ class Fa3:
 
 
 class Triton:
-    """The module of vLLM's kernel in Triton."""
+    """The modules of vLLM's kernels in Triton."""
+
+    def minimax_m3_sparse_attn_decode(self, *args: Any) -> None:
+        """Write the output of mlagen."""
+        query, cache, indices, tables, lengths, kv_heads, scale, out, q_len = args
+        assert cache.shape[1] == len(indices) == kv_heads
+        mlagen.msa_ops.msa_sparse_decode_attention(
+            query,
+            cache[..., : query.shape[-1]],
+            cache[..., query.shape[-1] :],
+            indices,
+            page_table=tables,
+            seqused_k=lengths,
+            seqlen_q=q_len,
+            softmax_scale=scale,
+            out=out,
+        )
+
+    def qsa_sparse_paged_attention(self, *args: Any, **given: Any) -> Any:
+        """Return the output of mlagen."""
+        assert {*given} == {"out", "k_scale", "v_scale", "output_gate"}
+        return mlagen.sparse.qsa_sparse_paged_attention(*args, **given)
 
     KVQuantMode = SimpleNamespace(FP8_PER_TENSOR=1, INT8_PER_TOKEN_HEAD=2, FP8_PER_TOKEN_HEAD=3)
 
@@ -261,6 +289,7 @@ def test_a_library_is_called_with_the_case(
 ) -> None:
     """A call has query, cache, lengths, masks and plan of its case; metadata is made once."""
     modules = {"flashinfer": SimpleNamespace(), "flashinfer.mla": mlagen.mla}
+    modules |= {"flashinfer.msa_ops": mlagen.msa_ops, "flashinfer.sparse": mlagen.sparse}
     for name, module in {**modules, "flashinfer.decode": mlagen.decode}.items():
         monkeypatch.setitem(sys.modules, name, module)
     inputs = inputs_of(family, facts)
@@ -275,9 +304,9 @@ def site(tmp_path: Path, monkeypatch: Patch) -> Path:
     """Return a folder as `pip install --target` fills it, with all libraries but FlashInfer."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     libraries = ["_flashmla_C", "_flashmla_extension_C", "vllm_flash_attn/_vllm_fa3_C"]
-    kernel = "vllm/v1/attention/ops/triton_unified_attention.py"
+    kernels = [triton._DENSE, triton._MSA, triton._QSA]
     for package, version, names in (
-        ("vllm", "0.23.0", [*(f"vllm/{name}.abi3.so" for name in libraries), kernel]),
+        ("vllm", "0.23.0", [*(f"vllm/{name}.abi3.so" for name in libraries), *kernels]),
         ("sgl-flash-mla", "1.0.0", ["flash_mla/_C_legacy.abi3.so"]),
         ("triton", "3.0", ["triton/__init__.py"]),
     ):
@@ -297,6 +326,17 @@ def test_libraries_are_found_in_a_folder(site: Path) -> None:
     versions = {each.name: each.version for each in found}
     assert versions == {**vllm, "flashmla-sglang": "sgl-flash-mla 1.0.0"}
     assert {each.name for each in find_baselines([], site)} - {"flashinfer"} == {*vllm}
+
+
+def test_a_kernel_of_vllm_is_loaded_without_its_package(site: Path) -> None:
+    """Packages of models, which import all of vLLM, are not run; a file that is missing is none."""
+    (site / "vllm/__init__.py").write_text("raise ImportError")
+    (site / triton._MSA).write_text("def minimax_m3_sparse_attn_decode(*args): args[7].fill_(3)")
+    (site / triton._QSA).unlink()
+    (found,) = find_baselines(["triton"], site)
+    assert found.make(inputs_of("gqa", BLOCKS))(0).eq(3).all()
+    served = [found.serves(case_of("gqa", **facts)) for facts in ({}, {**BLOCKS}, {**TOPK})]
+    assert served == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -331,8 +371,18 @@ def test_libraries_are_found_in_a_folder(site: Path) -> None:
         ("gqa", {"soft_cap": 50}, "fa3 flashinfer triton"),
         ("gqa", DIMS_192_128, "fa3"),
         ("gqa", {"head_dim_vo": 64}, ""),
-        ("gqa", {"top_k": 64}, ""),
+        ("gqa", {"top_k": 64}, "triton"),
+        ("gqa", {"top_k": 64, "head_dim": 256}, "flashinfer triton"),
+        ("gqa", {"top_k": 64, "head_dim": 256, "kv_dtype": "nvfp4"}, "flashinfer"),
+        (
+            "gqa",
+            {**BLOCKS, "top_k": 2048, "seq_len": 4096, "kv_dtype": "e4m3"},
+            "flashinfer triton",
+        ),
+        ("gqa", {**BLOCKS, "top_k": 2048, "seq_len": 4096}, "triton"),
         ("gqa", {"top_k": 64, "kv_dtype": "nvfp4"}, ""),
+        ("gqa", {**BLOCKS, "kv_dtype": "e4m3"}, "triton"),
+        ("gqa", {**BLOCKS, "kv_dtype": "int8"}, ""),
     ],
 )
 def test_a_library_is_measured_where_it_has_a_kernel(
