@@ -121,9 +121,10 @@ def page_sizes_of(model: MlaModel | GqaModel, use: ServingOptions) -> Sequence[i
             rule = "none, as its kernels take any"
             reject(f"{model.name}: page_size", rule, ", ".join(map(str, use.page_sizes)))
         return (0,)
-    return use.page_sizes or served_page_sizes(
-        is_mla=isinstance(model, MlaModel), is_hybrid=model.is_hybrid
-    )
+    sizes = served_page_sizes(is_mla=isinstance(model, MlaModel), is_hybrid=model.is_hybrid)
+    if isinstance(model, GqaModel) and model.sparse_block:
+        sizes += (model.sparse_block,)  # vLLM's layers share the pages of those of blocks
+    return use.page_sizes or sizes
 
 
 def has_two_pools(model: MlaModel | GqaModel) -> bool:

@@ -22,6 +22,7 @@ V4_PARTS = (
     "vllm.third_party.deep_gemm._C_extension",
     "tilelang",
 )
+M3_DECODE = "_gqa_sparse_decode_kernel"  # vLLM's own for sparse layers
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -37,9 +38,9 @@ needs_vllm = pytest.mark.skipif(
 )
 
 
-def require_gqa() -> None:
+def require_gqa(device: str) -> None:
     """Skip where the GQA backend is not served."""
-    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    is_hopper = torch.cuda.get_device_capability(device) == (9, 0)
     if not (is_hopper and is_installed("flashinfer")):
         pytest.skip("MLAGEN_GQA needs FlashInfer, and a GPU of compute capability 9.0")
 
@@ -61,7 +62,7 @@ def test_tokens_are_those_of_transformers(
     """Each decode step launches mlagen's kernels, warmed up, and errs as bf16 does elsewhere."""
     pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17")
     if backend == "MLAGEN_GQA":
-        require_gqa()
+        require_gqa(device)
     rounded, exact = engines.models_in(tmp_path, make, device)
     prompts = engines.prompts()
 
@@ -97,7 +98,7 @@ def test_tokens_over_a_quantized_cache_are_those_of_vllms_backend(
     """Layers, those of Gemma 4 with 256 and 512 dims, read the cache that vLLM writes and reads."""
     pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17")
     if "MLAGEN_GQA" in backends:
-        require_gqa()
+        require_gqa(device)
     engines.models_in(tmp_path, make, device)
     prompts, asked = engines.prompts(), f"{mode} {cache}"
     runs = [
@@ -120,7 +121,7 @@ def test_a_batch_invariant_engine_gives_each_request_the_bits_that_it_has_alone(
 ) -> None:
     """Log probabilities of a prompt alone and among 31 others are equal, projections included."""
     pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17")
-    require_gqa()
+    require_gqa(device)
     engines.models_in(tmp_path, engines.llama, device)
     prompts = [prompt for _ in range(4) for prompt in engines.prompts()]
     environment = ENVIRONMENT | {"VLLM_BATCH_INVARIANT": "1"}
@@ -133,6 +134,29 @@ def test_a_batch_invariant_engine_gives_each_request_the_bits_that_it_has_alone(
     assert len(did["alone"]) == engine.ALONE
     assert did["alone"] == did["logprobs"][: engine.ALONE]
     assert did["jit"] == "error"
+
+
+@needs_vllm
+@pytest.mark.parametrize("mode", ["eager", "graphs"])
+def test_tokens_of_minimax_m3_are_those_of_triton(mode: str, device: str, tmp_path: Path) -> None:
+    """A dense layer and sparse ones launch mlagen's kernels, and decode as with vLLM's own."""
+    require_gqa(device)
+    engines.save_minimax_m3(tmp_path)
+    prompts = engines.prompts()
+    runs = [
+        engines.engine_over(engine.__name__, ENVIRONMENT, tmp_path, backend, mode, prompts)
+        for backend in ("FLASHINFER", "MLAGEN_GQA")
+    ]
+
+    theirs, ours = runs
+    sparse = ["MINIMAX_M3_SPARSE"] * (engines.LAYERS - 1)
+    assert [run["backends"] for run in runs] == [["FLASHINFER", *sparse], ["MLAGEN_GQA", *sparse]]
+    assert not any(name.startswith("gqa_sm") for name in theirs["kernels"])
+    engines.assert_decodes_by("gqa_sm", ours, mode)
+    assert not any(M3_DECODE in name for name in ours["kernels"])
+    engines.assert_decodes_by(M3_DECODE, theirs, mode, layers=len(sparse))
+    engines.assert_like_another(ours, theirs)
+    assert ours["jit"] == "error"
 
 
 @needs_vllm

@@ -126,20 +126,50 @@ def save_deepseek_v4(folder: Path, **others: Any) -> None:
         file.write_text(json.dumps(kept | others))
 
 
+# A Gemma norm multiplies by one more than its weight: scores have a standard deviation of 2.
+M3_NORM = 0.4
+
+
+def save_minimax_m3(folder: Path) -> None:
+    """Save the configuration of a MiniMax-M3 of a dense layer and sparse ones, without weights.
+
+    The first and last blocks are all that a token attends to: rounding chooses no others. The
+    type of the draft model is the one of vLLM whose fields are those of a text model.
+    """
+    sparse = [0] + [1] * (LAYERS - 1)
+    blocks = {"sparse_topk_blocks": 8, "sparse_init_block": 3, "sparse_local_block": 5}
+    index = {"sparse_num_index_heads": 4, "sparse_index_dim": 128, "sparse_block_size": 128}
+    fields: dict[str, Any] = SIZES | {
+        "architectures": ["MiniMaxM3SparseForCausalLM"],
+        "model_type": "minimax_m3_mtp",
+        "dtype": "bfloat16",
+        "dense_intermediate_size": SIZES["intermediate_size"],
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "moe_layer_freq": [0] * LAYERS,  # rounding may choose other experts
+        "sparse_attention_config": blocks | index | {"sparse_attention_freq": sparse},
+    }
+    folder.joinpath("config.json").write_text(json.dumps(fields))
+
+
+def model_type_of(checkpoint: str) -> str:
+    """Return the type of the model of a checkpoint."""
+    return str(json.loads(Path(checkpoint, "config.json").read_text())["model_type"])
+
+
 def is_deepseek_v4(checkpoint: str) -> bool:
     """Return whether a checkpoint is of such a model."""
-    configuration = json.loads(Path(checkpoint, "config.json").read_text())
-    return bool(configuration["model_type"] == "deepseek_v4")
+    return model_type_of(checkpoint) == "deepseek_v4"
 
 
-def draw_weights(model: torch.nn.Module) -> None:
+def draw_weights(model: torch.nn.Module, norm: float = 1.0) -> None:
     """Draw the weights of a model, the same in each engine."""
     torch.manual_seed(0)
     for name, weight in model.named_parameters():
-        draw(name, weight.data)
+        draw(name, weight.data, norm)
 
 
-def draw(name: str, weight: torch.Tensor) -> None:
+def draw(name: str, weight: torch.Tensor, norm: float = 1.0) -> None:
     """Draw a weight so that each layer keeps the size of its input."""
     if weight.dtype == torch.float8_e4m3fn:
         weight.copy_(torch.randn(weight.shape, device=weight.device))
@@ -148,7 +178,7 @@ def draw(name: str, weight: torch.Tensor) -> None:
     elif name.endswith(("weight_scale_inv", "weight_scale")):
         weight.fill_(2**-5)  # of FP8, with 1024 to 4096 inputs
     elif "norm" in name or weight.dim() == 0:
-        weight.fill_(1.0)
+        weight.fill_(norm)
     elif weight.dim() > 1 and "embed" not in name:
         weight.normal_(std=(2 / weight.shape[-1]) ** 0.5)
     else:

@@ -7,13 +7,13 @@ Prefill, and the decode of a layer that XQA does not serve, stay with FlashInfer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from copy import copy
 from dataclasses import replace
 from types import FunctionType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 from vllm.utils.flashinfer import force_use_trtllm_attention
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
@@ -61,14 +61,17 @@ def _takes_fp8_query(head_dim: int, kv_cache_dtype: str) -> bool:
 
 
 class Platform:
-    """vLLM's platform, which also is of the family (SM12x) whose XQA reads an NVFP4 cache."""
+    """vLLM's platform, which also is of the families whose decode reads more caches.
+
+    XQA of SM12x reads an NVFP4 cache, and the decode of SM10x pages of 128 tokens.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(current_platform, name)
 
     def is_device_capability_family(self, capability: int, *args: Any) -> bool:
         """Return whether the GPU is of a family."""
-        return capability == 120 or bool(
+        return capability in {100, 120} or bool(
             current_platform.is_device_capability_family(capability, *args)
         )
 
@@ -99,6 +102,19 @@ class MlagenGQABackend(Sm90Backend, vllm_flashinfer.FlashInferBackend):
         *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
     ]
     supports_sink = classmethod(_by_own_gate(vllm_flashinfer.FlashInferBackend.supports_sink))
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
+        """Return the page sizes, with the one of MiniMax-M3's sparse layers, which is their block.
+
+        Its other layers are in one group with these.
+        """
+        config = get_current_vllm_config_or_none()
+        model = getattr(config, "model_config", None)
+        text = getattr(model, "hf_text_config", None)
+        sparse = getattr(text, "sparse_attention_config", None) or {}
+        sizes = super().get_supported_kernel_block_sizes(kv_cache_spec)
+        return sizes + [size for key, size in sparse.items() if key == "sparse_block_size"]
 
     @staticmethod
     def get_name() -> str:
@@ -134,6 +150,11 @@ class MlagenGQAMetadataBuilder(vllm_flashinfer.FlashInferMetadataBuilder):
         FlashInferBackend=MlagenGQABackend,
         current_platform=Platform(),
     )
+    # Prefill on sm_90 has no such kernel, for which each batch would ask vLLM's own gate.
+    build = _by_own_gate(
+        vllm_flashinfer.FlashInferMetadataBuilder.build,
+        use_trtllm_attention=lambda *_, **__: False,
+    )
     get_cudagraph_support = classmethod(
         _by_own_gate(
             vllm_flashinfer.FlashInferMetadataBuilder.get_cudagraph_support,
@@ -145,9 +166,6 @@ class MlagenGQAMetadataBuilder(vllm_flashinfer.FlashInferMetadataBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         self._init(kv_cache_spec, layer_names, vllm_config, device)
-        # Prefill on sm_90 has no such kernel, and each batch would ask vLLM's own gate for it.
-        self.attention_config: Any = copy(vllm_config.attention_config)
-        self.attention_config.use_trtllm_attention = False
         WARM_UP.add(self)
 
     def get_q_data_type(self, is_prefill: bool) -> torch.dtype:

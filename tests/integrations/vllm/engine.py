@@ -9,7 +9,15 @@ from typing import Any
 import torch
 
 from mlagen.jit import jit_mode
-from tests.integrations.engines import COUNTED, NEW, STEP, draw_weights, is_deepseek_v4, main
+from tests.integrations.engines import (
+    COUNTED,
+    M3_NORM,
+    NEW,
+    STEP,
+    draw_weights,
+    main,
+    model_type_of,
+)
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -30,6 +38,11 @@ INVARIANT = {"max_num_seqs": 32, "max_num_batched_tokens": 1 << 14}
 ALONE = 8
 DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 RANDOM = "random"  # loads no weights, and draws them
+# The options of models without weights, and the weights of their norms.
+DRAWN: dict[str, tuple[dict[str, Any], float]] = {
+    "deepseek_v4": ({"kv_cache_dtype": "fp8"}, 1.0),
+    "minimax_m3_mtp": ({}, M3_NORM),
+}
 
 
 def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> dict[str, Any]:
@@ -44,9 +57,10 @@ def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> d
     graphs = {"compilation_config": GRAPHS} if mode == "graphs" else {"enforce_eager": True}
     options = OPTIONS | graphs | (DRAFTS if mode == "drafts" else {})
     options |= {"kv_cache_dtype": kv_cache_dtype or "auto"}
-    if is_deepseek_v4(checkpoint):
-        register_random_weights()
-        options |= {"load_format": RANDOM, "kv_cache_dtype": "fp8"}
+    drawn = DRAWN.get(model_type_of(checkpoint))
+    if drawn:
+        register_random_weights(drawn[1])
+        options |= drawn[0] | {"load_format": RANDOM}
     if envs.VLLM_BATCH_INVARIANT:
         options |= INVARIANT
     llm = LLM(model=checkpoint, attention_backend=backend, **options)
@@ -82,7 +96,7 @@ def logprobs_of(output: Any) -> list[float]:
     return [at[token].logprob for at, token in each]
 
 
-def register_random_weights() -> None:
+def register_random_weights(norm: float) -> None:
     """Register a load format that gives a model the same random weights in each engine."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -90,7 +104,7 @@ def register_random_weights() -> None:
     class RandomLoader(DummyModelLoader):  # type: ignore[misc]
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             super().load_weights(model, model_config)
-            draw_weights(model)
+            draw_weights(model, norm)
 
     register_model_loader(RANDOM)(RandomLoader)
 

@@ -403,6 +403,11 @@ def can_use_trtllm_attention(
     return supports_trtllm_attention(is_prefill)
 
 
+def use_trtllm_attention(*_: Any, **named: Any) -> bool:
+    """Fail likewise."""
+    return supports_trtllm_attention(**named)
+
+
 class FlashInferBackend(AttentionBackend):
     """The GQA backend of FlashInfer."""
 
@@ -436,6 +441,12 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[Any]):
                 or current_platform.is_device_capability_family(120)
             )
         )
+        assert kv_cache_spec.block_size <= 64 or current_platform.is_device_capability_family(100)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any) -> Any:
+        """Return whether a batch of prefill has vLLM's other kernels."""
+        del common_prefix_len, common_attn_metadata
+        return use_trtllm_attention(is_prefill=True)
 
     def get_q_data_type(self, is_prefill: bool) -> torch.dtype:
         """Return the dtype of the query, by that of the cache."""

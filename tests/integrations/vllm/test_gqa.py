@@ -25,8 +25,8 @@ LAYER = SimpleNamespace(_q_scale=None, _q_scale_float=1.0, _k_scale_float=0.5, _
 
 
 def cache_spec(head_dim: int = HEAD_DIM, dtype: str = "auto") -> Any:
-    """Return the cache of a layer, as vLLM's builder sees it."""
-    fields: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": head_dim}
+    """Return the cache of a layer with the largest pages, as vLLM's builder sees it."""
+    fields: dict[str, Any] = {"block_size": 128, "num_kv_heads": 2, "head_size": head_dim}
     if not is_installed("vllm"):
         return SimpleNamespace(**fields, kv_quant_mode=SimpleNamespace(is_nvfp4=dtype == "nvfp4"))
     module = import_module("vllm.v1.kv_cache_interface")
@@ -349,7 +349,7 @@ def assert_plans_a_prefill(gqa: ModuleType, builder: Any, monkeypatch: Patch) ->
         def plan(self, **keywords: Any) -> None:
             plans.append(keywords["qo_indptr"].tolist())
 
-    monkeypatch.setattr(flashinfer, "PIN_MEMORY", False)
+    monkeypatch.setitem(type(builder).build.__globals__, "PIN_MEMORY", False)
     monkeypatch.setattr(builder, "_get_prefill_wrapper", lambda **_: Wrapper())
     monkeypatch.setattr(builder, "_compute_flashinfer_kv_metadata", lambda *_: None)
     monkeypatch.setattr(type(builder), "kv_cache_layout", None)
@@ -432,13 +432,30 @@ def test_a_layer_and_its_builder_ask_no_network(
         assert (variant.head_dim, variant.kv_dtype, rows) == (head_dim, kv_dtype, 4)
         assert variant.has_soft_cap
         assert_plans_a_prefill(gqa, builder, monkeypatch)
+    else:
+        assert builder.build(0, None) is False
     assert builder.q_data_type_prefill is prefilled
     assert builder.get_cudagraph_support(config, spec).name == "UNIFORM_BATCH"
     assert layer.supports_xqa_or_trtllm_gen_decode
     assert builder.use_xqa
-    assert builder.attention_config.use_trtllm_attention is False
-    assert config.attention_config.use_trtllm_attention is None
     assert hopper == []
+
+
+@pytest.mark.parametrize(
+    ("text", "more"),
+    [
+        (None, []),
+        (SimpleNamespace(sparse_attention_config=None), []),
+        (SimpleNamespace(sparse_attention_config={"sparse_block_size": 128}), [128]),
+    ],
+)
+def test_pages_are_also_the_blocks_of_sparse_layers(
+    gqa: ModuleType, monkeypatch: Patch, text: Any, more: list[int]
+) -> None:
+    """One size serves all layers of a group, and vLLM's sparse layers have no other."""
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text)) if text else None
+    monkeypatch.setattr(gqa, "get_current_vllm_config_or_none", lambda: config)
+    assert gqa.MlagenGQABackend.get_supported_kernel_block_sizes() == [16, 32, 64, *more]
 
 
 def test_the_classes_are_of_that_backend(gqa: ModuleType) -> None:
