@@ -54,7 +54,10 @@ __device__ inline void produce_split(const Params& params, int rank_in_group, u3
                                      SharedMemoryPlan& smem) {
   SchedulerStorage& storage = smem.scheduler_storage;
   bool is_in_phase = has_phases(storage);
-  const bool begins_phase = work_idx > 0 && ends_phase(smem.work_items[work_slot(work_idx - 1)]);
+  // Another warp may not have written the first work item yet.
+  const WorkSplits& before =
+      work_idx == 1 ? storage.first_splits : smem.work_items[work_slot(work_idx - 1)];
+  const bool begins_phase = work_idx > 0 && ends_phase(before);
   if (begins_phase) {
     named_barrier_sync(NamedBarrier::PhaseCombined, kPvThreads + kWarpLanes);
     is_in_phase = begin_phase(params, work_idx == 1, storage);
