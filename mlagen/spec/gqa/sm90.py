@@ -140,7 +140,10 @@ class GqaSm90Spec(GqaSpec):
         kv_blocks = max(1, -(-kv_len // self.block_n))
         if not self.split_tokens:
             return kv_blocks
-        limit = max(1, kv_blocks // (self.split_tokens // self.block_n))
+        min_blocks = self.split_tokens // self.block_n
+        if self.variant.sparse_block:
+            return min(-(-kv_blocks // min_blocks), self.max_splits)
+        limit = max(1, kv_blocks // min_blocks)
         return min(1 << (limit.bit_length() - 1), self.max_splits)
 
     @property

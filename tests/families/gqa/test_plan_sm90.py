@@ -151,3 +151,11 @@ def test_a_schedule_beyond_32_bits_is_detected() -> None:
 
     assert fits_in_int32(gqa_sm90(), found, ((1 << 20) - 1) * 128)
     assert not fits_in_int32(gqa_sm90(), found, (1 << 20) * 128)
+
+
+@pytest.mark.parametrize(("sparse_block", "units"), [(0, 4), (128, 7)])
+def test_fixed_splits_are_the_units_of_a_schedule(sparse_block: int, units: int) -> None:
+    """A power of two of a request, and as many of 2048 tokens as a list has, as on the device."""
+    spec = gqa_sm90(batch_invariant=True, page_size=128, sparse_block=sparse_block)
+
+    assert [spec.schedule_units(tokens) for tokens in (1, 2048, 6 * 2048 + 1)] == [1, 1, units]
