@@ -345,10 +345,6 @@ INVARIANT_CASES = [
     given(
         "a rank of DCP", 3, seq_lens=(600, 0), q_len=4, committed=(1796, 5), page_size=64, **RANK
     ),
-    given("a window of several splits", 7, seq_lens=(2300, 40), kv_heads=1, group=2, window=2048),
-    given(
-        "a rank of DCP", 3, seq_lens=(600, 0), q_len=4, committed=(1796, 5), page_size=64, **RANK
-    ),
     given("a window over one split more", 7, seq_lens=(2300, 40), kv_heads=1, group=2, window=2048),
     given("e4m3, drafts and a window", 6, kv="e4m3", page_size=64, **_AROUND, **_DRAFTS),
     given("four heads of nvfp4", 3, seq_lens=(600, 0, 257), kv="nvfp4", kv_heads=4, page_size=32),
