@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mlagen.integrations.vllm.models import MODELS
 from mlagen.jit import jit_mode
 from tests.integrations.engines import (
     COUNTED,
@@ -38,6 +39,7 @@ INVARIANT = {"max_num_seqs": 32, "max_num_batched_tokens": 1 << 14}
 ALONE = 8
 DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 RANDOM = "random"  # loads no weights, and draws them
+WITHOUT_MODELS = "alone"  # beside a backend: layers that choose their attention keep vLLM's
 # The options of models without weights, and the weights of their norms.
 DRAWN: dict[str, tuple[dict[str, Any], float]] = {
     "deepseek_v4": ({"kv_cache_dtype": "fp8"}, 1.0),
@@ -54,6 +56,9 @@ def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> d
     from vllm import LLM, SamplingParams, envs
 
     mode, _, kv_cache_dtype = mode.partition(" ")
+    backend, _, without_models = backend.partition(" ")
+    if without_models:
+        MODELS.clear()
     graphs = {"compilation_config": GRAPHS} if mode == "graphs" else {"enforce_eager": True}
     options = OPTIONS | graphs | (DRAFTS if mode == "drafts" else {})
     options |= {"kv_cache_dtype": kv_cache_dtype or "auto"}
