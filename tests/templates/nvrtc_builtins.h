@@ -61,6 +61,7 @@ __device__ int __float2int_rz(float value);
 __device__ unsigned int __byte_perm(unsigned int a, unsigned int b, unsigned int selector);
 __device__ int __clz(int value);
 __device__ int __ffs(int value);
+__device__ int __popc(unsigned value);
 __device__ unsigned long long __cvta_generic_to_shared(const void* pointer);
 
 __device__ void __syncthreads();
