@@ -185,7 +185,8 @@ def plan_of(
     requests = csr if dense is None or (is_graph and csr is not None and buffers) else dense
     assert requests is not None  # given_metadata requires a form
     is_bound = settings.batch_invariant
-    sizes = _sizes_of(requests, settings.page_size, given.max_q_len, is_bound=is_bound)
+    reads_back = is_bound and not is_graph  # the bound of a graph is all that its pages hold
+    sizes = _sizes_of(requests, settings.page_size, given.max_q_len, is_bound=reads_back)
     if not is_graph:
         requests = copied(requests, device)
     elif requests.is_dense:

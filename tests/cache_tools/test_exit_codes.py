@@ -95,7 +95,7 @@ BAD_USAGE = {
     "bench --family mha": "family: expected mla or gqa, got mha",
     "bench --family mla --kv-heads 8": "kv_heads: expected family gqa with it, got family mla",
     "bench --head-dim 64": "head_dim: expected family gqa with it, got family mla",
-    "bench --family gqa --top-k 64": "top_k: expected family mla with it, got family gqa",
+    "bench --family gqa --top-k 64 --sparse-block 64": "sparse_block: expected ",
     "bench --family gqa --qk-rope-head-dim 0": "qk_rope_head_dim: expected family mla with it",
     "bench --top-k 64 --seq-len 63": "top_k: expected at most 63 (seq_len) and equal ",
     "bench --family gqa --heads 20": "heads: expected a multiple of 8 (kv_heads), got 20",

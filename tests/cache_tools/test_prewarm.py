@@ -40,7 +40,9 @@ def test_kernels_are_built_and_described(isolate: tuple[str, ...], cache_dir: Pa
     totals = {"units": 2, "built": 2, **others}
     assert found == {"cache_dir": str(cache_dir), "totals": totals, "left_out": [], "bundle": None}
     for unit, dim in zip(units, ("512", "256"), strict=True):
-        assert unit["spec"] == {"arch": "sm_80", "dtype": "bf16", "head_dim_vo": dim}
+        variant = {"batch_invariant": "False", "has_output_gate": "False"}
+        spec = {"arch": "sm_80", "dtype": "bf16", "head_dim_vo": dim, **variant}
+        assert unit["spec"] == spec
         assert (unit["family"], unit["arch"]) == ("combine", "sm_80")
         assert (unit["status"], unit["error"], unit["spill_bytes"]) == ("built", None, 0)
         assert (unit["toolchain"], len(unit["key"])) == (str(find_nvrtc()), 64)
