@@ -57,7 +57,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(MlaSm90Spec, "split_product", SPLIT_PRODUCT)
     monkeypatch.setattr(MlaSm90Spec, "max_splits", MAX_SPLITS)
 
-    def run(args: Any, *_: object) -> Any:
+    def run(args: Any, *_others: object) -> Any:
         replace_launches(monkeypatch, mla_plan, sm_count=found.sm_count, seed=len(args))
         args, problem = MLA.family.validate(args)
         on_gpu = replace(problem, device=torch.device("cuda", 0))
