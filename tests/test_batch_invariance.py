@@ -64,7 +64,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sm_count = [8]
     record_launches(monkeypatch, arch=SM_80)
     for spec in (mla_sm80, gqa_sm80):
-        monkeypatch.setattr(spec, "_SPLIT_TOKENS", N)
+        monkeypatch.setattr(spec, "SM80_SPLIT_TOKENS", N)
     for calls, plan in ((MLA, mla_plan), (GQA, gqa_plan)):
         # No line of a test: the launches see the number of SMs when they are planned.
         def run(args: Any, *_: object, calls: Any = calls, plan: Any = plan) -> Any:
@@ -101,7 +101,7 @@ def test_the_emulated_kernels_are_batch_invariant(
 ) -> None:
     """Whatever the batch, SMs and workspace; some bits change without the mode."""
     for spec in (mla_sm80, gqa_sm80):
-        monkeypatch.setattr(spec, "_MAX_SPLITS", dict.fromkeys((16, 32, 64), max_splits))
+        monkeypatch.setattr(spec, "SM80_MAX_SPLITS", dict.fromkeys((16, 32, 64), max_splits))
     form, given = FORMS[name]
     requests = inv.build(replace(given, **facts), LENS, "cpu")
     expected = inv.alone(form, requests)

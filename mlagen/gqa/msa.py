@@ -10,6 +10,7 @@ from mlagen.entry_point import OUT_AND_LSE, Both, Returns, entry_point
 from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
     chooses_batch_invariant,
+    factor_of,
     reject_unserved,
     require,
     require_dims,
@@ -198,6 +199,4 @@ def _score_scale(query: torch.Tensor, softmax_scale: Any, k_global_scale: Any) -
     scale: float = query.shape[-1] ** -0.5
     if softmax_scale is not None:
         scale = require_float32(softmax_scale, "softmax_scale")
-    if k_global_scale is not None:
-        scale *= require_float32(k_global_scale, "k_global_scale")
-    return scale
+    return scale * factor_of(k_global_scale, "k_global_scale")

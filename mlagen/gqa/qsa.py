@@ -7,13 +7,13 @@ import torch
 from mlagen.entry_point import OUT_AND_LSE, entry_point
 from mlagen.families.common.arguments import (
     chooses_batch_invariant,
+    factor_of,
     require_choice,
     require_dense_last_dim,
     require_device,
     require_dims,
     require_dtype,
     require_flag,
-    require_float32,
     require_shape,
     require_tensor,
 )
@@ -152,8 +152,8 @@ def qsa_sparse_paged_attention(
         lse=lse,
         return_lse=require_flag(return_lse, "return_lse"),
         return_lse_base=return_lse_base,
-        bmm1_scale=query.shape[-1] ** -0.5 * _factor(k_scale, "k_scale"),
-        bmm2_scale=_factor(v_scale, "v_scale"),
+        bmm1_scale=query.shape[-1] ** -0.5 * factor_of(k_scale, "k_scale"),
+        bmm2_scale=factor_of(v_scale, "v_scale"),
         is_causal=False,
         block_indices=indices,
         sparse_block=1,
@@ -166,10 +166,6 @@ def qsa_sparse_paged_attention(
         names=_NAMES,
     )
     return with_scratch(args)
-
-
-def _factor(scale: float | None, argument: str) -> float:
-    return 1.0 if scale is None else require_float32(scale, argument)
 
 
 def _dense_out(out: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:

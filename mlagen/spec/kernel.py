@@ -55,6 +55,12 @@ DCP_PARAMETERS = parameters("const int*: causal_seqlens_kv_global\n int: cp_worl
 # Of batch-invariant kernels whose splits another one combines: the splits of each row.
 ROW_SPLITS_PARAMETERS = parameters("int*: row_splits")
 
+# Of the fixed splits of the sm80 kernels: tokens of one, and how many a sequence has at most, in
+# tiles of so many rows. Longer sequences have splits of more tokens: workspace and combine cost as
+# much for each split.
+SM80_SPLIT_TOKENS = 1024
+SM80_MAX_SPLITS = {16: 128, 32: 64, 64: 64}
+
 _ORDER = ("128s", "Q", "q", "i", "I", "f")  # of codes
 
 

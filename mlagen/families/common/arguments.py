@@ -36,6 +36,7 @@ __all__ = [
     "check_token_stride",
     "check_unread_buffer",
     "chooses_batch_invariant",
+    "factor_of",
     "is_pdl_enabled",
     "reject",
     "reject_dtype",
@@ -283,6 +284,11 @@ def chooses_batch_invariant(value: object) -> bool:
     if value is None:
         return current_settings().batch_invariant
     return require_flag(value, "batch_invariant")
+
+
+def factor_of(value: object, argument: str) -> float:
+    """Return a factor of keys or values that fits in fp32; None means 1."""
+    return 1.0 if value is None else require_float32(value, argument)
 
 
 def check_unread_buffer(name: str, buffer: object, query: object) -> None:

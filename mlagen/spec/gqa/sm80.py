@@ -15,16 +15,18 @@ from mlagen.spec.gqa.variant import (
     GqaVariant,
     require_supported,
 )
-from mlagen.spec.kernel import ROW_SPLITS_PARAMETERS, CallShape, Parameter, parameters
+from mlagen.spec.kernel import (
+    ROW_SPLITS_PARAMETERS,
+    SM80_MAX_SPLITS,
+    SM80_SPLIT_TOKENS,
+    CallShape,
+    Parameter,
+    parameters,
+)
 
 # KV tokens per warp and step.
 WARP_TOKENS = 16
 
-
-# Of fixed splits: tokens of one, and how many a sequence has at most, in tiles of so many rows.
-# Longer sequences have splits of more tokens: workspace and combine cost as much for each split.
-_SPLIT_TOKENS = 1024
-_MAX_SPLITS = {16: 128, 32: 64, 64: 64}
 
 _WORK_BYTES = 80  # of the struct in kernels/gqa_sm80/work_item.cuh
 
@@ -96,12 +98,12 @@ class GqaSm80Spec(GqaSpec):
 
         A sequence of more than ``max_splits`` of them has splits of twice as many tokens, or more.
         """
-        return _SPLIT_TOKENS if self.variant.batch_invariant else 0
+        return SM80_SPLIT_TOKENS if self.variant.batch_invariant else 0
 
     @property
     def max_splits(self) -> int:
         """Fixed splits of a sequence, at most."""
-        return _MAX_SPLITS[self.tile.block_m]
+        return SM80_MAX_SPLITS[self.tile.block_m]
 
     @property
     def stored_bytes(self) -> int:

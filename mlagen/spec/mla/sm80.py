@@ -8,7 +8,14 @@ from typing import ClassVar, NamedTuple
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.kernel import ROW_SPLITS_PARAMETERS, Parameter, in_order, parameters
+from mlagen.spec.kernel import (
+    ROW_SPLITS_PARAMETERS,
+    SM80_MAX_SPLITS,
+    SM80_SPLIT_TOKENS,
+    Parameter,
+    in_order,
+    parameters,
+)
 from mlagen.spec.mla.variant import MlaKernelSpec, MlaVariant, require_supported
 
 
@@ -37,11 +44,6 @@ TILES = (
     MlaTile(16, 32, 2, 1, 4, 1, 1),
 )
 
-
-# Of fixed splits: tokens of one, and how many a sequence has at most, in tiles of so many rows.
-# Longer sequences have splits of more tokens: workspace and combine cost as much for each split.
-_SPLIT_TOKENS = 1024
-_MAX_SPLITS = {16: 128, 32: 64, 64: 64}
 
 _WORK_BYTES = 64  # of the struct in kernels/mla_sm80/work_item.cuh
 
@@ -84,12 +86,12 @@ class MlaSm80Spec(MlaKernelSpec):
 
         A sequence of more than ``max_splits`` of them has splits of twice as many tokens, or more.
         """
-        return _SPLIT_TOKENS if self.variant.batch_invariant else 0
+        return SM80_SPLIT_TOKENS if self.variant.batch_invariant else 0
 
     @property
     def max_splits(self) -> int:
         """Fixed splits of a sequence, at most."""
-        return _MAX_SPLITS[self.tile.block_m]
+        return SM80_MAX_SPLITS[self.tile.block_m]
 
     @property
     def math_dtype(self) -> DType:

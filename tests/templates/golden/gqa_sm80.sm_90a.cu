@@ -895,6 +895,16 @@ struct alignas(16) WorkItem {
     return fixed_split_of(kv_begin, kIsSparse ? kv_end : kv_len, split_idx, params.num_splits);
   }
 
+  // Sets the KV blocks of that split; a CTA beyond the splits of the sequence has no rows.
+  __device__ void set_fixed_split(const Params& params) {
+    const FixedSplit split = fixed_split(params);
+    const int begin = kv_begin / kBlockN;
+    const int end = max(begin, ceil_div(kv_end, kBlockN));
+    first_kv_block = min(end, max(begin, split.first_token / kBlockN));
+    end_kv_block = min(end, ceil_div(split.end_token, kBlockN));
+    if (split_idx >= split.num_splits) rows = 0;
+  }
+
   // With other splits, another kernel combines this one.
   __device__ int num_splits(const Params& params) const {
     if constexpr (kBatchInvariant) return fixed_split(params).num_splits;
@@ -980,13 +990,7 @@ __device__ inline void set_sparse_work(const SparseParams& params, int token, in
   work.kv_end = work.kv_len > 0 ? num_indices_of(params, token) * kSparseBlock : 0;
 
   const int num_kv_blocks = ceil_div(work.kv_end, kBlockN);
-  if constexpr (kBatchInvariant) {
-    const FixedSplit split = work.fixed_split(params);
-    work.first_kv_block = min(num_kv_blocks, split.first_token / kBlockN);
-    work.end_kv_block = min(num_kv_blocks, ceil_div(split.end_token, kBlockN));
-    if (work.split_idx >= split.num_splits) work.rows = 0;
-    return;
-  }
+  if constexpr (kBatchInvariant) return work.set_fixed_split(params);
   // Splits begin where blocks of an index do.
   constexpr int kIndexBlocks = kSparseBlock / kBlockN;
   constexpr int kSplitUnit = kIndexBlocks > kWarps ? kIndexBlocks : kWarps;
@@ -1040,11 +1044,7 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   // order of causal tiles without one.
   const int begin = work.kv_begin / kBlockN;
   if constexpr (kBatchInvariant) {
-    const FixedSplit split = work.fixed_split(params);
-    const int end = max(begin, ceil_div(work.kv_end, kBlockN));
-    work.first_kv_block = min(end, max(begin, split.first_token / kBlockN));
-    work.end_kv_block = min(end, ceil_div(split.end_token, kBlockN));
-    if (work.split_idx >= split.num_splits) work.rows = 0;
+    work.set_fixed_split(params);
     return work;
   }
   const int num_kv_blocks = max(ceil_div(work.kv_len, kBlockN) - begin, 0);
