@@ -19,8 +19,7 @@ from mlagen.families.mla import plan as mla_plan
 from mlagen.families.mla.args import MlaArgs
 from mlagen.mla import BatchMLAPagedAttentionWrapper
 from mlagen.settings import current_settings
-from mlagen.spec.gqa import sm80 as gqa_sm80
-from mlagen.spec.mla import sm80 as mla_sm80
+from mlagen.spec import fixed_splits
 from tests.emulator.emulated import COMPILER, replace_launches
 from tests.families.launches import launched, record_launches
 from tests.kernels import SM_80
@@ -63,8 +62,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Compute calls by the sm80 kernels, with short splits; return the number of SMs."""
     sm_count = [8]
     record_launches(monkeypatch, arch=SM_80)
-    for spec in (mla_sm80, gqa_sm80):
-        monkeypatch.setattr(spec, "SM80_SPLIT_TOKENS", N)
+    monkeypatch.setattr(fixed_splits, "SM80_SPLIT_TOKENS", N)
     for calls, plan in ((MLA, mla_plan), (GQA, gqa_plan)):
         # No line of a test: the launches see the number of SMs when they are planned.
         def run(args: Any, *_: object, calls: Any = calls, plan: Any = plan) -> Any:
@@ -100,8 +98,8 @@ def test_the_emulated_kernels_are_batch_invariant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever the batch, SMs and workspace; some bits change without the mode."""
-    for spec in (mla_sm80, gqa_sm80):
-        monkeypatch.setattr(spec, "SM80_MAX_SPLITS", dict.fromkeys((16, 32, 64), max_splits))
+    most = dict.fromkeys((16, 32, 64), max_splits)
+    monkeypatch.setattr(fixed_splits, "SM80_MAX_SPLITS", most)
     form, given = FORMS[name]
     requests = inv.build(replace(given, **facts), LENS, "cpu")
     expected = inv.alone(form, requests)

@@ -8,15 +8,10 @@ from typing import ClassVar
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
+from mlagen.spec.fixed_splits import ROW_SPLITS_PARAMETERS
 from mlagen.spec.gqa import variant as gqa
 from mlagen.spec.gqa.variant import GqaSpec
-from mlagen.spec.kernel import (
-    ROW_SPLITS_PARAMETERS,
-    KernelSpec,
-    Parameter,
-    in_order,
-    parameters,
-)
+from mlagen.spec.kernel import KernelSpec, Parameter, parameters
 from mlagen.spec.mla.variant import SUPPORTED, MlaKernelSpec, output_dtype
 
 _SLICE_DIMS = 128
@@ -48,11 +43,10 @@ class CombineSpec(KernelSpec):
     has_output_gate: bool = False
 
     @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """The parameters of every kernel, and those of this one."""
+    def added_parameters(self) -> tuple[Parameter, ...]:
+        """Parameters of this kernel besides the common ones."""
         splits = ROW_SPLITS_PARAMETERS if self.batch_invariant else ()
-        gate = gqa.OUTPUT_GATE_PARAMETERS if self.has_output_gate else ()
-        return in_order((*self.common_parameters, *splits, *gate))
+        return (*splits, *gqa.OUTPUT_GATE_PARAMETERS) if self.has_output_gate else splits
 
     @property
     def stores_e4m3(self) -> bool:

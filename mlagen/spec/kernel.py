@@ -52,15 +52,6 @@ def parameters(text: str) -> tuple[Parameter, ...]:
 # Of decode context parallel.
 DCP_PARAMETERS = parameters("const int*: causal_seqlens_kv_global\n int: cp_world cp_rank")
 
-# Of batch-invariant kernels whose splits another one combines: the splits of each row.
-ROW_SPLITS_PARAMETERS = parameters("int*: row_splits")
-
-# Of the fixed splits of the sm80 kernels: tokens of one, and how many a sequence has at most, in
-# tiles of so many rows. Longer sequences have splits of more tokens: workspace and combine cost as
-# much for each split.
-SM80_SPLIT_TOKENS = 1024
-SM80_MAX_SPLITS = {16: 128, 32: 64, 64: 64}
-
 _ORDER = ("128s", "Q", "q", "i", "I", "f")  # of codes
 
 
@@ -93,6 +84,7 @@ class KernelSpec:
     """
 
     family: ClassVar[str]  # also the symbol of the kernel
+    common_parameters: ClassVar[tuple[Parameter, ...]]  # of every kernel of the family
 
     # Whether CTAs wait for each other, so that all of them must be co-resident; whether a grid has
     # at most one CTA for each SM that it is planned for; and whether CTAs arrive on semaphores,
@@ -114,9 +106,15 @@ class KernelSpec:
         return f"kernels/{self.family}"
 
     @property
+    def added_parameters(self) -> tuple[Parameter, ...]:
+        """Parameters of this kernel besides the common ones."""
+        return ()
+
+    @property
     def parameters(self) -> tuple[Parameter, ...]:
         """Fields of the kernel's parameter struct, in order."""
-        raise NotImplementedError
+        added = self.added_parameters
+        return in_order((*self.common_parameters, *added)) if added else self.common_parameters
 
     @property
     def declarations(self) -> tuple[str, ...]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import cache
-from typing import ClassVar, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.spec.arch import Arch, parse_arch
@@ -115,9 +116,11 @@ def _types_of(cls: type) -> dict[str, type]:
 
 
 @cache
-def _fields_of(cls: Hashable) -> dict[str, type]:
-    hints: dict[str, type] = get_type_hints(cls)
-    return {name: kind for name, kind in hints.items() if get_origin(kind) is not ClassVar}
+def _fields_of(cls: Any) -> dict[str, type]:
+    """Return the fields of a dataclass or of a tile, with their types."""
+    hints = get_type_hints(cls)
+    names = cls._fields if issubclass(cls, tuple) else [field.name for field in fields(cls)]
+    return {name: hints[name] for name in names}
 
 
 def _has_parts(kind: type) -> bool:

@@ -14,7 +14,7 @@ import torch
 from mlagen.engine import kernel_for
 from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import INT32_MAX, require
-from mlagen.families.common.problem import Problem
+from mlagen.families.common.problem import LaunchPlan, Problem
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.partition import WHOLE_GPU
@@ -112,7 +112,7 @@ class Launcher:
     """
 
     problem: Any  # of the family
-    plan: Any  # of the family and the kernel
+    plan: LaunchPlan
     kernels: Sequence[tuple[LoadedKernel, int]]  # with their CTAs: decode, and combine if it splits
     constants: Mapping[str, Any]  # parameters that all calls share
     values: dict[
@@ -176,7 +176,7 @@ def make_launcher(
     launcher: Callable[..., LauncherT],
     args: Any,
     problem: Problem,
-    plan: Any,
+    plan: LaunchPlan,
     spec: MlaKernelSpec | GqaSpec,
     sources: Sources,
     known: Container[str],
@@ -186,12 +186,11 @@ def make_launcher(
     workspace, name = args.workspace_buffer, args.names.workspace_buffer
     scratch = scratch_offset(workspace, name, plan.workspace_bytes)
     kernels = [(kernel_for(spec, problem.device.index), plan.num_ctas)]
-    num_splits = getattr(plan, "num_splits", 0)  # 0: of a kernel that combines its splits itself
-    if num_splits > 1:
+    if plan.num_splits > 1:
         combine = combine_spec(spec)
         num_ctas = problem.tokens * problem.heads * combine.slices
         kernels.append((kernel_for(combine, problem.device.index), num_ctas))
-    states = "partial_lse" if num_splits else "partial_states"
+    states = "partial_lse" if plan.num_splits else "partial_states"
     sources = joined(
         sources,
         {
@@ -199,7 +198,7 @@ def make_launcher(
             "total_rows": problem.tokens * problem.heads,
             "partial_out": Part("workspace", scratch),
             states: Part("workspace", scratch + plan.partial_rows_offset),
-            "row_splits": Part("workspace", scratch + getattr(plan, "row_splits_offset", 0)),
+            "row_splits": Part("workspace", scratch + plan.row_splits_offset),
             **dict.fromkeys(("out", "lse", "semaphores"), LAUNCH),
         },
     )

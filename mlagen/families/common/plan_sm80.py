@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mlagen.families.common.problem import ProblemShape
+from mlagen.families.common.problem import LaunchPlan, ProblemShape
 from mlagen.spec.gqa.sm80 import GqaSm80Spec, GqaTile
 from mlagen.spec.mla.sm80 import MlaSm80Spec, MlaTile
 
@@ -23,15 +23,10 @@ _MAX_SPLIT_WAVES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sm80Plan:
-    """Grid and workspace of one call."""
+class Sm80Plan(LaunchPlan):
+    """Grid and workspace of one call of an sm80 kernel."""
 
     m_tiles: int  # per sequence (and KV head); of all sequences if ragged
-    num_splits: int
-    num_ctas: int
-    partial_rows_offset: int  # bytes in the workspace, of the partial LSEs; partial outputs first
-    row_splits_offset: int  # the same of the splits of each row, with fixed splits
-    workspace_bytes: int
 
 
 def plan_mla_sm80(spec: MlaSm80Spec, shape: ProblemShape, sm_count: int) -> Sm80Plan:

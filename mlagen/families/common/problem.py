@@ -1,4 +1,4 @@
-"""The problem of a valid call, and its shape, which the launch plan depends on."""
+"""The problem of a valid call, its shape, and the launch plan that depends on the shape."""
 
 from __future__ import annotations
 
@@ -63,6 +63,17 @@ class ProblemShape:
     def per_token(self) -> ProblemShape:
         """Return the shape of a sparse call, in which every query token is a sequence."""
         return replace(self, batch=self.total_rows // self.heads, q_len=1, tile_q_len=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """Grid and workspace of one call, by any kernel."""
+
+    num_ctas: int
+    num_splits: int = 0  # that a kernel of its own combines; 0: of a kernel that does so itself
+    partial_rows_offset: int  # bytes in the workspace, of partial LSEs or states; outputs are first
+    row_splits_offset: int = 0  # the same of the splits of each row, with fixed splits
+    workspace_bytes: int
 
 
 def tile_q_len_of(problem: Any, q_len: int) -> int:

@@ -21,6 +21,7 @@ from mlagen.families.common.launchers import (
     named,
     plan_within,
 )
+from mlagen.families.common.problem import LaunchPlan
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.plan import (
     GqaSm90Plan,
@@ -44,6 +45,7 @@ from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.settings import Settings
 from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
+from mlagen.spec.fixed_splits import ROW_SPLITS_PARAMETERS
 from mlagen.spec.gqa.sm80 import GqaSm80Spec
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from mlagen.spec.gqa.variant import (
@@ -52,7 +54,6 @@ from mlagen.spec.gqa.variant import (
     GqaSpec,
     GqaVariant,
 )
-from mlagen.spec.kernel import ROW_SPLITS_PARAMETERS
 
 _COVERED = (
     "covered: sm_90a, block indices none or of pages, cache as the query, e4m3, e5m2, int8 or "
@@ -186,7 +187,7 @@ def make_sm90_launcher(
 def _make_launcher(
     args: GqaArgs,
     problem: GqaProblem,
-    plan: Any,
+    plan: LaunchPlan,
     spec: GqaSpec,
     planned: Sources,
     maps: GqaCacheMaps | None = None,

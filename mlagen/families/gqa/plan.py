@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from mlagen.families.common.launchers import rounded_up
 from mlagen.families.common.plan_sm80 import Sm80Plan, plan_gqa_sm80
-from mlagen.families.common.problem import ProblemShape, tile_q_len_of
+from mlagen.families.common.problem import LaunchPlan, ProblemShape, tile_q_len_of
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import GqaProblem
 from mlagen.runtime.device import arch_of_device, device_facts
@@ -53,18 +53,15 @@ _MIN_WHOLE_TILES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class GqaSm90Plan:
-    """Grid and workspace of one call."""
+class GqaSm90Plan(LaunchPlan):
+    """Grid and workspace of one call of the sm90 kernel."""
 
     cta_group_size: int  # CTAs that process KV heads and M tiles of the same tokens together
     num_cta_groups: int
-    num_ctas: int
     takes_whole_tiles: bool  # of equal tiles, a range has whole ones
     m_tiles: int  # per KV head of a sequence; 0 if ragged
     num_tiles: int  # work tiles per sequence; per M tile of a KV head if ragged
     total_tiles: int  # of all sequences; an upper bound if ragged, for ascending offsets
-    partial_rows_offset: int  # bytes in the workspace; the partial outputs come first
-    workspace_bytes: int
 
 
 def plan_gqa_sm90(spec: GqaSm90Spec, shape: ProblemShape, sm_count: int) -> GqaSm90Plan:

@@ -22,6 +22,7 @@ from mlagen.families.common.launchers import (
     named,
     plan_within,
 )
+from mlagen.families.common.problem import LaunchPlan
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.plan import (
     fits_in_int32,
@@ -37,9 +38,10 @@ from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.partition import NO_COOPERATION, WHOLE_GPU
 from mlagen.settings import Settings
 from mlagen.spec.combine import CombineSpec
-from mlagen.spec.kernel import DCP_PARAMETERS, ROW_SPLITS_PARAMETERS
+from mlagen.spec.fixed_splits import MLA_SM90_PARAMETERS, ROW_SPLITS_PARAMETERS
+from mlagen.spec.kernel import DCP_PARAMETERS
 from mlagen.spec.mla.sm80 import MlaSm80Spec
-from mlagen.spec.mla.sm90 import FIXED_SPLIT_PARAMETERS, MlaSm90Fp8KvSpec, MlaSm90Spec
+from mlagen.spec.mla.sm90 import MlaSm90Fp8KvSpec, MlaSm90Spec
 from mlagen.spec.mla.variant import (
     GATHER_PARAMETERS,
     POOL_PARAMETERS,
@@ -89,7 +91,7 @@ _KNOWN = frozenset(
         *GATHER_PARAMETERS,
         *POOL_PARAMETERS,
         *ROW_SPLITS_PARAMETERS,
-        *FIXED_SPLIT_PARAMETERS,
+        *MLA_SM90_PARAMETERS,
     )
 ) | {parameter.name for parameter in CombineSpec.common_parameters}
 
@@ -183,7 +185,7 @@ def make_sm90_launcher(
 def _make_launcher(
     args: MlaArgs,
     problem: MlaProblem,
-    plan: Any,
+    plan: LaunchPlan,
     spec: MlaKernelSpec,
     planned: Sources,
     maps: CacheMaps | None = None,

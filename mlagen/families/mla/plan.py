@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from mlagen.families.common.launchers import rounded_up
 from mlagen.families.common.plan_sm80 import Sm80Plan, plan_mla_sm80
-from mlagen.families.common.problem import ProblemShape, tile_q_len_of
+from mlagen.families.common.problem import LaunchPlan, ProblemShape, tile_q_len_of
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.problem import MlaProblem
 from mlagen.runtime.device import arch_of_device, device_facts
@@ -37,16 +37,13 @@ _SMALL_CALL_SMS = 132
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlaSm90Plan:
-    """Grid and workspace of one call."""
+class MlaSm90Plan(LaunchPlan):
+    """Grid and workspace of one call of an sm90 kernel."""
 
     cta_group_size: int  # CTAs that process M tiles of one sequence together
     num_cta_groups: int
-    num_ctas: int
     total_tiles: int  # work tiles of all sequences; an upper bound if ragged
     num_slots: int  # of fixed splits in the workspace, each for all CTAs of a group; 0 without them
-    partial_rows_offset: int  # bytes in the workspace; the partial outputs come first
-    workspace_bytes: int
     is_small: bool  # the sm80 kernel is faster
 
 

@@ -7,6 +7,7 @@ from typing import ClassVar, NamedTuple
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import TOKEN_SCALE_BYTES
+from mlagen.spec.fixed_splits import ROW_SPLITS_PARAMETERS, Sm80Splits
 from mlagen.spec.gqa.variant import (
     PROBLEM_PARAMETERS,
     SCALE_PARAMETERS,
@@ -15,14 +16,7 @@ from mlagen.spec.gqa.variant import (
     GqaVariant,
     require_supported,
 )
-from mlagen.spec.kernel import (
-    ROW_SPLITS_PARAMETERS,
-    SM80_MAX_SPLITS,
-    SM80_SPLIT_TOKENS,
-    CallShape,
-    Parameter,
-    parameters,
-)
+from mlagen.spec.kernel import CallShape, Parameter, parameters
 
 # KV tokens per warp and step.
 WARP_TOKENS = 16
@@ -57,7 +51,7 @@ TILES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class GqaSm80Spec(GqaSpec):
+class GqaSm80Spec(GqaSpec, Sm80Splits):
     """Everything that determines the cubin of an sm80 GQA decode kernel."""
 
     family: ClassVar[str] = "gqa_sm80"
@@ -91,19 +85,6 @@ class GqaSm80Spec(GqaSpec):
         """Parameters of this variant besides the common ones."""
         added = ROW_SPLITS_PARAMETERS if self.variant.batch_invariant else ()
         return (*super().added_parameters, *added)
-
-    @property
-    def split_tokens(self) -> int:
-        """Tokens of a fixed split, if the variant is batch-invariant, else 0.
-
-        A sequence of more than ``max_splits`` of them has splits of twice as many tokens, or more.
-        """
-        return SM80_SPLIT_TOKENS if self.variant.batch_invariant else 0
-
-    @property
-    def max_splits(self) -> int:
-        """Fixed splits of a sequence, at most."""
-        return SM80_MAX_SPLITS[self.tile.block_m]
 
     @property
     def stored_bytes(self) -> int:

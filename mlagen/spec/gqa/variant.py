@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar
 
 from mlagen.errors import UnsupportedError
 from mlagen.spec.dtype import TOKEN_HEAD_ELEMENTS, DType
@@ -14,7 +13,6 @@ from mlagen.spec.kernel import (
     KernelSpec,
     Parameter,
     Variant,
-    in_order,
     parameters,
 )
 
@@ -186,8 +184,6 @@ def require_supported(variant: GqaVariant) -> None:
 class GqaSpec(KernelSpec):
     """Base spec of the GQA decode kernels."""
 
-    common_parameters: ClassVar[tuple[Parameter, ...]]  # of every variant
-
     variant: GqaVariant
 
     @property
@@ -195,12 +191,6 @@ class GqaSpec(KernelSpec):
         """Parameters of this variant besides the common ones."""
         flags = [flag for flag in ADDED_PARAMETERS if getattr(self.variant, flag)]
         return tuple(one for flag in flags for one in ADDED_PARAMETERS[flag])
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """The parameters of every variant, and those of this one."""
-        added = self.added_parameters
-        return in_order((*self.common_parameters, *added)) if added else self.common_parameters
 
     @property
     def out_dtype(self) -> DType:

@@ -8,14 +8,8 @@ from typing import ClassVar, NamedTuple
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.kernel import (
-    ROW_SPLITS_PARAMETERS,
-    SM80_MAX_SPLITS,
-    SM80_SPLIT_TOKENS,
-    Parameter,
-    in_order,
-    parameters,
-)
+from mlagen.spec.fixed_splits import ROW_SPLITS_PARAMETERS, Sm80Splits
+from mlagen.spec.kernel import Parameter, parameters
 from mlagen.spec.mla.variant import MlaKernelSpec, MlaVariant, require_supported
 
 
@@ -49,7 +43,7 @@ _WORK_BYTES = 64  # of the struct in kernels/mla_sm80/work_item.cuh
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlaSm80Spec(MlaKernelSpec):
+class MlaSm80Spec(MlaKernelSpec, Sm80Splits):
     """Everything that determines the cubin of an sm80 MLA decode kernel."""
 
     family: ClassVar[str] = "mla_sm80"
@@ -75,23 +69,10 @@ class MlaSm80Spec(MlaKernelSpec):
     tile: MlaTile
 
     @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """The parameters of every variant, and those of this one."""
+    def added_parameters(self) -> tuple[Parameter, ...]:
+        """Parameters of this kernel besides the common ones."""
         added = ROW_SPLITS_PARAMETERS if self.variant.batch_invariant else ()
-        return in_order((*super().parameters, *added)) if added else super().parameters
-
-    @property
-    def split_tokens(self) -> int:
-        """Tokens of a fixed split, if the variant is batch-invariant, else 0.
-
-        A sequence of more than ``max_splits`` of them has splits of twice as many tokens, or more.
-        """
-        return SM80_SPLIT_TOKENS if self.variant.batch_invariant else 0
-
-    @property
-    def max_splits(self) -> int:
-        """Fixed splits of a sequence, at most."""
-        return SM80_MAX_SPLITS[self.tile.block_m]
+        return (*super().added_parameters, *added)
 
     @property
     def math_dtype(self) -> DType:

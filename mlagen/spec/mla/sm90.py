@@ -8,15 +8,16 @@ from typing import ClassVar, TypeVar
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.kernel import Parameter, in_order, parameters
+from mlagen.spec.fixed_splits import MLA_SM90_PARAMETERS, MlaSm90Splits
+from mlagen.spec.kernel import Parameter, parameters
 from mlagen.spec.mla.variant import (
     DCP,
+    GATHER_PARAMETERS,
     PLAIN,
     SPARSE,
     TWO_POOLS,
     MlaKernelSpec,
     MlaVariant,
-    gather_parameters,
 )
 
 SpecT = TypeVar("SpecT", bound="MlaSm90Spec")
@@ -32,13 +33,9 @@ CACHED_SEQ_LENS = 510
 SCHED_META_BYTES = 128
 SCHED_META_OFFSET = SEMAPHORE_BYTES + (2 + CACHED_SEQ_LENS) * 4
 
-# Of a batch-invariant kernel: the KV blocks of a split, see MlaSm90Spec.split_facts, and slots in
-# the workspace.
-FIXED_SPLIT_PARAMETERS = parameters(
-    "int: min_split_blocks max_split_blocks split_product max_splits num_slots"
-)
-
 HEAD_DIMS = ((512, 64), (512, 0))  # kv_lora_rank, qk_rope_head_dim
+
+_TMA_PARAMETERS = ("latent_map", "rope_map", "kv_map", "separate_rope")
 
 _MAX_SWAP_AB_ROWS = 32
 _TILE_ELEMENTS = 64  # of a row of 16-bit elements, 128 bytes
@@ -54,7 +51,7 @@ _FP8KV_DTYPES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlaSm90Spec(MlaKernelSpec):
+class MlaSm90Spec(MlaKernelSpec, MlaSm90Splits):
     """Everything that determines the cubin of an sm90 MLA decode kernel in bf16 or fp16."""
 
     family: ClassVar[str] = "mla_sm90"
@@ -92,13 +89,6 @@ class MlaSm90Spec(MlaKernelSpec):
     min_blocks_per_range: ClassVar[int] = 2  # overhead blocks included
     # The SMs of a full GH100: shared memory holds the partial states of as many splits.
     max_ranges: ClassVar[int] = 144
-    # Of batch-invariant kernels: the fewest and the most tokens of a split in a request, whose
-    # product with those of the request is constant in between; of one in a list; and the most
-    # splits. One long request needs all SMs, and short ones come in large batches.
-    request_split_tokens: ClassVar[tuple[int, int]] = (1024, 4096)
-    list_split_tokens: ClassVar[tuple[int, int]] = (2048, 2048)
-    split_product: ClassVar[int] = 1 << 25
-    max_splits: ClassVar[int] = 128
     partial_state_bytes: ClassVar[int] = 16  # per row of a split
     semaphore_bytes: ClassVar[int] = SEMAPHORE_BYTES  # the cached scheduler metadata follows them
     cached_seq_lens: ClassVar[int] = CACHED_SEQ_LENS
@@ -155,27 +145,6 @@ class MlaSm90Spec(MlaKernelSpec):
         return 2 if self.swap_ab else 6
 
     @property
-    def split_facts(self) -> dict[str, int]:
-        """The kernel arguments of fixed splits, in KV blocks, without the slots."""
-        min_tokens, max_tokens = (
-            self.list_split_tokens if self.is_sparse else self.request_split_tokens
-        )
-        return {
-            "min_split_blocks": min_tokens // self.block_n,
-            "max_split_blocks": max_tokens // self.block_n,
-            "split_product": self.split_product // self.block_n**2,
-            "max_splits": self.max_splits,
-        }
-
-    def splits_of(self, tokens: int) -> int:
-        """Return the most fixed splits of a request, or list, of up to ``tokens`` tokens."""
-        facts = self.split_facts
-        blocks = max(1, -(-tokens // self.block_n))
-        wanted = max(facts["split_product"] // blocks, facts["min_split_blocks"])
-        split_blocks = min(wanted, facts["max_split_blocks"])
-        return min(-(-blocks // split_blocks), self.max_splits)
-
-    @property
     def calls_combine(self) -> bool:
         """Whether the combine of fixed splits is a call: the PV loop has few registers."""
         return True
@@ -196,14 +165,17 @@ class MlaSm90Spec(MlaKernelSpec):
         return not self.is_sparse
 
     @property
+    def added_parameters(self) -> tuple[Parameter, ...]:
+        """Parameters of this kernel besides the common ones."""
+        gather = GATHER_PARAMETERS if self.is_sparse else ()
+        splits = MLA_SM90_PARAMETERS if self.variant.batch_invariant else ()
+        return (*gather, *super().added_parameters, *splits)
+
+    @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """The parameters of every variant; a kernel over top-k indices has no tensor maps."""
-        found = super().parameters
-        if self.is_sparse:
-            found = gather_parameters((*self.common_parameters, *self.pool_parameters))
-        return (
-            in_order((*found, *FIXED_SPLIT_PARAMETERS)) if self.variant.batch_invariant else found
-        )
+        """Fields of the kernel's parameter struct; none of tensor maps over top-k indices."""
+        unused = _TMA_PARAMETERS if self.is_sparse else ()
+        return tuple(one for one in super().parameters if one.name not in unused)
 
     @property
     def loading_warps(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar
 
 from mlagen.errors import UnsupportedError
 from mlagen.spec.dtype import EXTRA_ROW_FORMATS, ROW_FORMATS, DType
@@ -15,7 +14,6 @@ from mlagen.spec.kernel import (
     KernelSpec,
     Parameter,
     Variant,
-    in_order,
     parameters,
 )
 from mlagen.spec.rows import RowFormat
@@ -195,7 +193,7 @@ def require_supported(variant: MlaVariant) -> None:
     )
 
 
-# Of a kernel that gathers the tokens of top-k indices, and of one that loads pages by TMA.
+# Of a kernel that gathers the tokens of top-k indices.
 GATHER_PARAMETERS = parameters(
     """
     const unsigned char*: rope_cache
@@ -215,20 +213,11 @@ POOL_PARAMETERS = parameters(
     u32: rows_per_page_mul extra_rows_per_page_mul rows_per_page extra_rows_per_page
     """
 )
-_TMA_PARAMETERS = ("latent_map", "rope_map", "kv_map", "separate_rope")
-
-
-def gather_parameters(common: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
-    """Return the parameters of a kernel over top-k indices, from those over a block table."""
-    kept = [one for one in common if one.name not in _TMA_PARAMETERS]
-    return in_order((*kept, *GATHER_PARAMETERS))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlaKernelSpec(KernelSpec):
     """What the specs of MLA kernels have in common."""
-
-    common_parameters: ClassVar[tuple[Parameter, ...]]  # of every variant
 
     variant: MlaVariant
 
@@ -308,15 +297,10 @@ class MlaKernelSpec(KernelSpec):
         return self.variant.mask == "dcp"
 
     @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """The parameters of every variant, and those of this one."""
-        added = (DCP_PARAMETERS if self.has_dcp else ()) + self.pool_parameters
-        return in_order((*self.common_parameters, *added)) if added else self.common_parameters
-
-    @property
-    def pool_parameters(self) -> tuple[Parameter, ...]:
-        """The parameters of the second pool, if there are two."""
-        return POOL_PARAMETERS if self.has_two_pools else ()
+    def added_parameters(self) -> tuple[Parameter, ...]:
+        """Parameters of this kernel besides the common ones."""
+        added = DCP_PARAMETERS if self.has_dcp else ()
+        return (*added, *POOL_PARAMETERS) if self.has_two_pools else added
 
     def serves(self, call: CallShape) -> bool:
         """Whether the call may use this tile of the variant."""
