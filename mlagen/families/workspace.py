@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -21,29 +21,26 @@ from mlagen.families.common.arguments import (
     require_whole_number,
     shown,
 )
+from mlagen.families.common.dispatch import Family
 from mlagen.families.common.launchers import rounded_up
-from mlagen.families.common.plan_sm80 import Sm80Plan, max_sm80_bytes_per_sm
-from mlagen.families.common.problem import ProblemShape
+from mlagen.families.common.plan_sm80 import max_sm80_bytes_per_sm
+from mlagen.families.common.problem import LaunchPlan, ProblemShape
 from mlagen.families.gqa import launch as gqa_launch
 from mlagen.families.gqa.args import window_of
 from mlagen.families.gqa.plan import (
-    GqaSm90Plan,
     attended_tokens,
     gqa_sm90_bytes_per_cta,
     plan_gqa_sm80_call,
     plan_gqa_sm90_call,
 )
 from mlagen.families.gqa.problem import QUANTIZED, WITH_TOKEN_SCALES
-from mlagen.families.mla.args import MlaArgs, canonical_numbers
 from mlagen.families.mla.launch import not_covered
 from mlagen.families.mla.plan import (
-    MlaSm90Plan,
     mla_sm90_bytes_per_cta,
     plan_mla_sm80_call,
     plan_mla_sm90_call,
-    shape_of,
 )
-from mlagen.families.mla.problem import KV_DTYPES, check_problem
+from mlagen.families.mla.problem import KV_DTYPES
 from mlagen.families.mla.two_pools import kv_format_of
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.settings import current_settings
@@ -84,9 +81,9 @@ def workspace_bytes(
     """Return the bytes of ``workspace_buffer`` that a decode call of this size needs.
 
     A call uses the end of a larger buffer, at a multiple of 128 bytes from its base address. A
-    larger batch may need fewer bytes. No MLA call needs more than 513 KiB for each SM of the GPU,
-    unless it is batch-invariant and takes the sm80 kernel: those bytes grow with batch, rows and
-    length.
+    larger batch may need fewer bytes. The bytes suffice for every call of this size, by any kernel:
+    those of batch-invariant calls that take an sm80 kernel grow with batch, rows and length, and
+    all other calls need no more than :func:`mlagen.max_workspace_bytes`.
 
     Parameters
     ----------
@@ -157,7 +154,7 @@ def workspace_bytes(
         )
         for length in lengths
     ]
-    plans: list[Sm80Plan | MlaSm90Plan | GqaSm90Plan] = []
+    plans: list[LaunchPlan] = []
     if kv_heads is None and head_dim is None:
         shared = MlaVariant(
             query_dtype=_named(dtype, "dtype", FLOAT_DTYPES),
@@ -198,11 +195,11 @@ def workspace_bytes(
         attended = attended_tokens(max_seq_len, window, q_len)
         facts: dict[str, Any] = {"kv_heads": kv_heads, "max_kv_len": attended}
         facts["is_windowed"] = attended < rounded_up(max_seq_len)
-        # With a scale of each token, sm80 may have another tile.
-        kv = gqa_variant.kv_dtype
-        for cached, shape in product({kv, WITH_TOKEN_SCALES.get(kv, kv)}, shapes):
-            cached_variant = replace(gqa_variant, kv_dtype=cached)
-            plans += _gqa_plans(index, cached_variant, replace(shape, **facts))
+        # With a scale of each token, sm80 may have another tile; only sm80 has tables of heads.
+        kv = WITH_TOKEN_SCALES.get(gqa_variant.kv_dtype, gqa_variant.kv_dtype)
+        others = replace(gqa_variant, kv_dtype=kv), replace(gqa_variant, has_head_tables=True)
+        for possible, shape in product((gqa_variant, *others), shapes):
+            plans += _gqa_plans(index, possible, replace(shape, **facts))
         if not plans:
             raise gqa_launch.not_covered(index, gqa_variant)
     return max(plan.workspace_bytes for plan in plans)
@@ -238,11 +235,18 @@ def max_workspace_bytes(device: torch.device | int | str = 0) -> int:
     return device_facts(index).sm_count * _max_bytes_per_sm(arch_of_device(index))
 
 
-def call_workspace_bytes(args: MlaArgs) -> int:
-    """Return the most bytes that kernels of an MLA call of a GPU need, of any of its kernels."""
-    problem = check_problem(canonical_numbers(args))
-    plans = _mla_plans(problem.device.index, problem.variant, shape_of(args, problem))
-    return max((plan.workspace_bytes for plan in plans), default=0)
+def call_workspace_bytes(family: Family, args: Any) -> int:
+    """Return the bytes that suffice for a call of a GPU, whichever kernel serves it.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule.
+    """
+    args, problem = family.validate(args)
+    plans = _mla_plans if isinstance(problem.variant, MlaVariant) else _gqa_plans
+    found = plans(problem.device.index, problem.variant, family.shape_of(args, problem))
+    return max((plan.workspace_bytes for plan in found), default=0)
 
 
 def _tile_lengths(batch: int, q_len: int, tokens: int | None, *, is_invariant: bool) -> set[int]:
@@ -269,31 +273,42 @@ def _max_bytes_per_sm(arch: Arch) -> int:
     )
 
 
-def _mla_plans(
-    index: int, variant: MlaVariant, shape: ProblemShape
-) -> Iterator[Sm80Plan | MlaSm90Plan]:
+def _mla_plans(index: int, variant: MlaVariant, shape: ProblemShape) -> Iterator[LaunchPlan]:
     """Yield the possible plans of a call, for the kernels that the settings allow."""
-    settings, planned = current_settings(), None
-    if settings.mla_kernel != "sm80":
-        planned = plan_mla_sm90_call(index, variant, shape, p_dtype_choice=settings.mla_p_dtype)
-    if planned is not None:
-        yield planned[1]
-    # No batch changes the kernel of a batch-invariant call.
-    if settings.mla_kernel != "sm90" and not (planned is not None and variant.batch_invariant):
-        yield plan_mla_sm80_call(index, variant, shape)[1]
+    settings, call = current_settings(), (index, variant, shape)
+    return _plans(
+        settings.mla_kernel,
+        lambda: plan_mla_sm90_call(*call, p_dtype_choice=settings.mla_p_dtype),
+        lambda: plan_mla_sm80_call(*call),
+        has_one=variant.batch_invariant,
+    )
 
 
-def _gqa_plans(
-    index: int, variant: GqaVariant, shape: ProblemShape
-) -> Iterator[Sm80Plan | GqaSm90Plan]:
+def _gqa_plans(index: int, variant: GqaVariant, shape: ProblemShape) -> Iterator[LaunchPlan]:
     """Yield the same for a call of grouped-query attention."""
-    kernel = current_settings().gqa_kernel
-    planned = None if kernel == "sm80" else plan_gqa_sm90_call(index, variant, shape)
+    call = (index, variant, shape)
+    return _plans(
+        current_settings().gqa_kernel,
+        lambda: plan_gqa_sm90_call(*call),
+        lambda: plan_gqa_sm80_call(*call),
+        # Only sm80 covers scales of tokens between the rows.
+        has_one=variant.batch_invariant and not variant.has_token_scales,
+    )
+
+
+def _plans(
+    kernel: str,
+    sm90: Callable[[], tuple[Any, LaunchPlan] | None],
+    sm80: Callable[[], tuple[Any, LaunchPlan]],
+    *,
+    has_one: bool,
+) -> Iterator[LaunchPlan]:
+    """Yield both plans; with ``has_one`` no batch changes the kernel, which is sm90 if any."""
+    planned = None if kernel == "sm80" else sm90()
     if planned is not None:
         yield planned[1]
-    # No batch changes the kernel of a batch-invariant call.
-    if kernel != "sm90" and not (planned is not None and variant.batch_invariant):
-        yield plan_gqa_sm80_call(index, variant, shape)[1]
+    if kernel != "sm90" and not (planned is not None and has_one):
+        yield sm80()[1]
 
 
 def _named(dtype: torch.dtype, argument: str, known: dict[torch.dtype, DType]) -> DType:

@@ -316,7 +316,7 @@ def _args_of(call: FlareCall) -> tuple[MlaArgs, Queries]:
     keys = keys_of(k, call.kv_scales)
     args, queries = args_of(keys, is_layout_check=False)
     if args.batch_invariant and q.is_cuda:  # no bound holds for all of these
-        size = max(args.workspace_buffer.numel(), call_workspace_bytes(args))
+        size = max(args.workspace_buffer.numel(), call_workspace_bytes(MLA.family, args))
         workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
         args = args._replace(workspace_buffer=workspace)
     return args, queries

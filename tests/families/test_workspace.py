@@ -174,6 +174,21 @@ def test_grouped_query_sizes(kv_dtype: torch.dtype | None) -> None:
     assert mlagen.workspace_bytes(**sizes | RAGGED) > 0
 
 
+@pytest.mark.parametrize("kind", [{}, {"kv_heads": 8, "head_dim": 128}], ids=["MLA", "GQA"])
+def test_a_batch_invariant_size_is_that_of_sm80(kind: dict[str, Any], monkeypatch: Patch) -> None:
+    """Separate page ids of MLA, tables of heads, and rows with scales between take that kernel."""
+    sizes = SIZES | {"batch": 64, "batch_invariant": True} | kind
+    needed = mlagen.workspace_bytes(**sizes)
+
+    for name in ("MLAGEN_MLA_KERNEL", "MLAGEN_GQA_KERNEL"):
+        monkeypatch.setenv(name, "sm80")
+    current_settings.cache_clear()
+
+    assert needed == mlagen.workspace_bytes(**sizes)
+    splits = 52  # of 53,248 tokens, to which the length is rounded up; and row_splits
+    assert needed == 64 * 24 * (splits * (sizes.get("head_dim", 512) + 1) * 4 + 4)
+
+
 ONE: dict[str, Any] = {"batch": 1, "q_len": 1, "heads": 16, "max_seq_len": 100}
 DTYPES = ": expected torch.bfloat16 or torch.float16 or torch.float8_e4m3fn, got "
 
