@@ -92,6 +92,7 @@ def gqa_calls(
     head_dim_vo: int = 0,
     has_soft_cap: bool = False,
     sparse_block: int = 0,
+    has_output_gate: bool = False,
 ) -> list[tuple[GqaVariant, int]]:
     """Return the decode calls of layers of grouped-query attention, as :func:`mla_calls`.
 
@@ -107,6 +108,7 @@ def gqa_calls(
         page_size=page_size,
         has_soft_cap=has_soft_cap,
         sparse_block=sparse_block,
+        has_output_gate=has_output_gate,
     )
     return [(variant, heads // kv_heads * q_len) for q_len in range(1, max_q_len + 1)]
 

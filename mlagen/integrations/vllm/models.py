@@ -1,7 +1,8 @@
-"""Models of vLLM whose layers choose their attention themselves: DeepSeek-V4, V4.1, MiniMax-M3.
+"""Models of vLLM whose layers choose their attention themselves.
 
-An entry of vLLM's registry loads vLLM's model, and wraps the function beside its layers that
-chooses their class. Only a server that names a backend of mlagen imports more than that.
+They are DeepSeek-V4, V4.1, MiniMax-M3 and Qwen3.8. An entry of vLLM's registry loads vLLM's model,
+and wraps what its layers have their class from. Only a server that names a backend of mlagen
+imports more than that.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ MODELS = {
             "MiniMaxM3MTP",
         ),
         "vllm.models.minimax_m3.nvidia.model",
+    ),
+    **dict.fromkeys(
+        ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration", "Qwen4ExpMTP"),
+        "vllm.models.qwen4_exp.nvidia.model",
     ),
 }
 _OURS, _NAME, _GQA_NAME = "MLAGEN_", "MLAGEN_MLA_SPARSE", "MLAGEN_GQA"
@@ -115,8 +120,22 @@ def choosing_msa(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return choose
 
 
-# The function of a module of layers that chooses their class, and what wraps it.
+def choosing_qsa(theirs: Any) -> Callable[..., Any]:
+    """Return what makes a layer of Qwen3.8's token-sparse attention, of our class by the option."""
+
+    @wraps(theirs, updated=())
+    def choose(*, vllm_config: Any, **named: Any) -> Any:
+        made = theirs
+        if _GQA_NAME in _names_of(vllm_config.attention_config):
+            made = import_module("mlagen.integrations.vllm.qsa").attention_of(theirs)
+        return made(vllm_config=vllm_config, **named)
+
+    return choose
+
+
+# What a module of layers has their class from, a function or the class, and what wraps it.
 _DSV4_CHOICE = ("_select_dsv4_attn_cls", choosing)
 _CHOICES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "vllm.models.minimax_m3.nvidia.model": ("select_main_backend_and_impl_cls", choosing_msa)
+    "vllm.models.minimax_m3.nvidia.model": ("select_main_backend_and_impl_cls", choosing_msa),
+    "vllm.models.qwen4_exp.nvidia.model": ("Qwen4ExpQSAAttention", choosing_qsa),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -10,8 +9,7 @@ import torch
 from vllm.logger import init_logger
 
 from mlagen.integrations.vllm.dsv4 import with_names
-from mlagen.integrations.vllm.warm_up import WARM_UP, impls_of
-from mlagen.integrations.warm_up import Calls, gqa_calls
+from mlagen.integrations.vllm.warm_up import WARM_UP, sparse_gqa_backend_of
 from mlagen.msa_ops import msa_sparse_decode_attention
 
 _logger = init_logger("vllm.mlagen")
@@ -52,42 +50,17 @@ def impl_of(triton: Any) -> Any:
     return MlagenM3SparseImpl
 
 
-@cache
 def backend_of(triton: Any) -> Any:
     """Return vLLM's backend of sparse layers, whose builder warms layers up."""
+    return sparse_gqa_backend_of(triton, _call_of)
 
-    class MlagenM3SparseMetadataBuilder(triton.get_builder_cls()):  # type: ignore[misc]
-        def __init__(
-            self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-        ) -> None:
-            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-            self.impls = impls_of(vllm_config, layer_names)
-            WARM_UP.add(self)
 
-        def decode_calls(self) -> Iterable[Calls]:
-            """Return the calls of mlagen for the layers of the group."""
-            dtype = self.vllm_config.model_config.dtype
-            for impl in self.impls:
-                yield from gqa_calls(
-                    heads=impl.num_heads,
-                    kv_heads=impl.num_kv_heads,
-                    head_dim=impl.head_size,
-                    page_size=impl.block_size,
-                    query_dtype=dtype,
-                    kv_dtype=impl.kv_cache_fp8_dtype if impl.use_fp8_kv else dtype,
-                    sparse_block=impl.block_size,
-                )
-
-        def warm_up_prefill(self) -> None:
-            """Leave the prefill to vLLM."""
-
-    class MlagenM3SparseBackend(triton):
-        @staticmethod
-        def get_builder_cls() -> Any:
-            """Return the class that builds the metadata of a batch."""
-            return MlagenM3SparseMetadataBuilder
-
-    return MlagenM3SparseBackend
+def _call_of(impl: Any, _spec: Any, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "page_size": impl.block_size,
+        "kv_dtype": impl.kv_cache_fp8_dtype if impl.use_fp8_kv else dtype,
+        "sparse_block": impl.block_size,
+    }
 
 
 def _decode_of(k_scale_float: float, v_scale_float: float) -> Any:

@@ -7,7 +7,8 @@ soon as it is built.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -15,7 +16,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
-from mlagen.integrations.warm_up import Calls, mla_calls, warm_up
+from mlagen.integrations.warm_up import Calls, gqa_calls, mla_calls, warm_up
 from mlagen.spec.mla.variant import MlaVariant
 
 _logger = init_logger("vllm.mlagen")  # of vLLM's loggers, which show INFO
@@ -117,3 +118,45 @@ def impls_of(vllm_config: Any, layer_names: list[str]) -> list[Any]:
     """Return the implementations of layers."""
     layers = vllm_config.compilation_config.static_forward_context
     return [layers[name].impl for name in layer_names]
+
+
+@cache
+def sparse_gqa_backend_of(
+    theirs: Any, call_of: Callable[[Any, Any, torch.dtype], dict[str, Any]]
+) -> Any:
+    """Return vLLM's backend of sparse layers of grouped-query attention, whose builder warms up.
+
+    ``call_of`` returns what :func:`gqa_calls` takes besides the heads and the query, for an
+    implementation, the specification of its cache, and the dtype of the model.
+    """
+
+    class MlagenSparseGQAMetadataBuilder(theirs.get_builder_cls()):  # type: ignore[misc]
+        def __init__(
+            self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+        ) -> None:
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+            self.impls = impls_of(vllm_config, layer_names)
+            WARM_UP.add(self)
+
+        def decode_calls(self) -> Iterable[Calls]:
+            """Return the calls of mlagen for the layers of the group."""
+            dtype = self.vllm_config.model_config.dtype
+            for impl in self.impls:
+                yield from gqa_calls(
+                    heads=impl.num_heads,
+                    kv_heads=impl.num_kv_heads,
+                    head_dim=impl.head_size,
+                    query_dtype=dtype,
+                    **call_of(impl, self.kv_cache_spec, dtype),
+                )
+
+        def warm_up_prefill(self) -> None:
+            """Leave the prefill to vLLM."""
+
+    class MlagenSparseGQABackend(theirs):
+        @staticmethod
+        def get_builder_cls() -> Any:
+            """Return the class that builds the metadata of a batch."""
+            return MlagenSparseGQAMetadataBuilder
+
+    return MlagenSparseGQABackend

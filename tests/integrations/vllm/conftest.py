@@ -58,13 +58,14 @@ def impl_of(monkeypatch: Patch) -> ImplOf:
             **dict.fromkeys(("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_b_proj")),
             "kv_sharing_target_layer_name": None,
         }
-        with _config():
+        with current_config():
             return impl_class(**call | mla)
 
     return make
 
 
-def _config() -> AbstractContextManager[Any]:
+def current_config() -> AbstractContextManager[Any]:
+    """Return a context in which vLLM has a configuration."""
     if not is_installed("vllm"):
         return nullcontext()
     config = import_module("vllm.config")

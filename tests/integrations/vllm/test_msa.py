@@ -145,7 +145,7 @@ class Builder:
     """A builder of metadata."""
 
     def __init__(self, *args: Any) -> None:
-        self.vllm_config = args[2]
+        self.kv_cache_spec, _, self.vllm_config, _ = args
 
 
 class Backend:
