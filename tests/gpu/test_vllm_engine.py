@@ -22,7 +22,8 @@ V4_PARTS = (
     "vllm.third_party.deep_gemm._C_extension",
     "tilelang",
 )
-M3_DECODE = "_gqa_sparse_decode_kernel"  # vLLM's own for sparse layers
+# vLLM's own for sparse layers.
+M3_DECODE, QWEN_ATTENTION = "_gqa_sparse_decode_kernel", "_qsa_sparse_paged_gqa_splitk_kernel"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -138,10 +139,20 @@ def test_a_batch_invariant_engine_gives_each_request_the_bits_that_it_has_alone(
 
 @needs_vllm
 @pytest.mark.parametrize("mode", ["eager", "graphs"])
-def test_tokens_of_minimax_m3_are_those_of_triton(mode: str, device: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("save", "sparse", "kernel", "dense"),
+    [
+        (engines.save_minimax_m3, "MINIMAX_M3_SPARSE", M3_DECODE, ["MLAGEN_GQA"]),
+        (engines.save_qwen3_8, "QWEN4_EXP_QSA_TRITON", QWEN_ATTENTION, []),
+    ],
+    ids=["minimax_m3", "qwen3_8"],
+)
+def test_tokens_of_sparse_layers_are_those_of_triton(
+    save: Any, sparse: str, kernel: str, dense: list[str], mode: str, device: str, tmp_path: Path
+) -> None:
     """Layers launch mlagen's kernels, and decode as where vLLM decodes the sparse ones."""
     require_gqa(device)
-    engines.save_minimax_m3(tmp_path)
+    save(tmp_path)
     prompts = engines.prompts()
     runs = [
         engines.engine_over(engine.__name__, ENVIRONMENT, tmp_path, backend, mode, prompts)
@@ -149,12 +160,13 @@ def test_tokens_of_minimax_m3_are_those_of_triton(mode: str, device: str, tmp_pa
     ]
 
     theirs, ours = runs
-    sparse = ["MINIMAX_M3_SPARSE"] * (engines.LAYERS - 1)
-    assert [run["backends"] for run in runs] == [["MLAGEN_GQA", *sparse]] * 2
-    engines.assert_decodes_by("gqa_sm", theirs, mode, layers=1)
-    engines.assert_decodes_by(M3_DECODE, theirs, mode, layers=len(sparse))
-    engines.assert_decodes_by("gqa_sm", ours, mode)
-    assert M3_DECODE not in ours["kernels"]
+    layers = engines.LAYERS - 1
+    assert [run["backends"] for run in runs] == [dense + [sparse] * layers] * 2
+    engines.assert_decodes_by("gqa_sm", theirs, mode, layers=len(dense))
+    engines.assert_decodes_by("gqa_sm", ours, mode, layers=len(dense) + layers)
+    # What prefill launches of it too, both do.
+    left = engines.launches(kernel, ours)
+    assert engines.launches(kernel, theirs) == left + layers * engines.STEPS, theirs["kernels"]
     engines.assert_like_another(ours, theirs)
     assert ours["jit"] == "error"
 

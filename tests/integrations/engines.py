@@ -24,6 +24,7 @@ LENGTHS = (5, 17, 64, 65, 200, 511, 1000, 1800)
 STEP = 2048
 # Tokens of a request, and of one whose kernels are counted. Prefill gives the first.
 NEW, COUNTED = 32, 9
+STEPS = COUNTED - 1
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 1024,
@@ -152,6 +153,40 @@ def save_minimax_m3(folder: Path) -> None:
     folder.joinpath("config.json").write_text(json.dumps(fields))
 
 
+def save_qwen3_8(folder: Path) -> None:
+    """Save the configuration of a Qwen3.8 with a recurrent layer and sparse ones, without weights.
+
+    A token attends to as many others as prompts have, and to all experts: rounding chooses no
+    others. The dims of the residual streams are no multiple of 8, for which vLLM needs CuTe DSL.
+    """
+    index = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128}
+    chosen = {"indexer_budget": 2048, "indexer_compress_ratio": 4}
+    linear = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+    fields: dict[str, Any] = SIZES | {
+        "architectures": ["Qwen4ExpForCausalLM"],
+        "model_type": "qwen4_exp_text",
+        "dtype": "bfloat16",
+        "hidden_size": 1026,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "partial_rotary_factor": 0.25,
+        },
+        "layer_types": ["linear_attention", *["full_attention"] * (LAYERS - 1)],
+        "hc_count": 2,
+        "output_gate_type": "silu",
+        **index,
+        **chosen,
+        **linear,
+        **experts,
+    }
+    folder.joinpath("config.json").write_text(json.dumps(fields))
+
+
 def model_type_of(checkpoint: str) -> str:
     """Return the type of the model of a checkpoint."""
     return str(json.loads(Path(checkpoint, "config.json").read_text())["model_type"])
@@ -250,12 +285,15 @@ def logits_of(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     return logits.float()
 
 
+def launches(kernel: str, did: dict[str, Any]) -> int:
+    """Return how often an engine launched the kernels of these names."""
+    return sum(count for name, count in did["kernels"].items() if name.startswith(kernel))
+
+
 def assert_decodes_by(kernel: str, did: dict[str, Any], mode: str, layers: int = LAYERS) -> None:
     """Check that each layer of each decode step launched a kernel, by graphs if so asked."""
-    steps = COUNTED - 1
-    launches = sum(n for name, n in did["kernels"].items() if name.startswith(kernel))
-    assert launches == layers * steps, did["kernels"]
-    assert did["replays"] == (steps if mode == "graphs" else 0)
+    assert launches(kernel, did) == layers * STEPS, did["kernels"]
+    assert did["replays"] == (STEPS if mode == "graphs" else 0)
 
 
 def assert_like_transformers(
