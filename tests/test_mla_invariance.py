@@ -62,6 +62,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         args, problem = MLA.family.validate(args)
         on_gpu = replace(problem, device=torch.device("cuda", 0))
         launcher = MLA.plan(args, on_gpu, current_settings())
+        assert isinstance(launcher.plan, mla_plan.MlaSm90Plan)
         found.num_slots.append(launcher.plan.num_slots)
         for _ in range(found.launches):
             results = MLA.launch(replace(launcher, problem=problem), args)
