@@ -50,7 +50,7 @@ from mlagen.spec.dtype import (
 )
 from mlagen.spec.rows import RowFormat
 from mlagen.spec.write_rows import WriteRowsSpec
-from mlagen.torch_ops.traced import require_eager_memory, writer
+from mlagen.torch_ops.traced import writer
 
 __all__ = [
     "append_paged_mla_kv_cache",
@@ -215,19 +215,16 @@ def dsv41_fp8_quantize_append_sparse_mla_cache(
 
     Parameters
     ----------
-    latent_kv : bf16 or fp16 [n, 512]
-        Tokens of any strides; an axis of size 1 may stand for the KV head.
+    latent_kv, norm_weight, norm_eps, positions, cos_sin_cache
+        As for :func:`dsv4_fp8_quantize_append_sparse_mla_cache`.
     slot_mapping : int32 or int64 [m]
-        Slot of each of the first ``m`` tokens, as for
-        :func:`dsv4_fp8_quantize_append_sparse_mla_cache`. Inline it is the number of a row of the
-        cache, ``page * (page stride // row stride) + entry``.
+        As there; inline a slot is the number of a row of the cache, ``page * (page stride // row
+        stride) + entry``.
     cache : uint8 [pages, page_size, 528]
         The cache, with an axis of size 1 for the KV head or none; pages may have any stride that is
         a multiple of 16 bytes. Inline, so may rows, and a page is a whole number of them.
     inline_scale : bool
         Whether the scales of a token follow its data.
-    norm_weight, norm_eps, positions, cos_sin_cache
-        RMSNorm and rope, as for :func:`dsv4_fp8_quantize_append_sparse_mla_cache`.
 
     Raises
     ------
@@ -296,12 +293,10 @@ def dsv41_fp4_quantize_append_sparse_mla_cache(
 
     Parameters
     ----------
-    latent_kv, slot_mapping, inline_scale
+    latent_kv, slot_mapping, inline_scale, norm_weight, norm_eps, positions, cos_sin_cache
         As for :func:`dsv41_fp8_quantize_append_sparse_mla_cache`.
     cache : uint8 [pages, page_size, 288]
         As there, of rows of another width.
-    norm_weight, norm_eps, positions, cos_sin_cache
-        RMSNorm and rope, as for :func:`dsv4_fp8_quantize_append_sparse_mla_cache`.
 
     Raises
     ------
@@ -366,8 +361,6 @@ def mla_fp8_quantize_append_packed(
     -----
     FlashInfer has no writer of these rows.
     """
-    require_eager_memory(ckv=ckv, kpe=kpe, slot_mapping=slot_mapping, cache=cache, scales=scales)
-    require_eager_memory(norm_weight=norm_weight, positions=positions, cos_sin_cache=cos_sin_cache)
     ckv = _checked_tokens(ckv, "ckv", (_LATENTS,))
     kpe = _checked_tokens(kpe, "kpe", _ROPES if scales is None else _ROPES[:1])
     require_device(kpe, "kpe", ckv.device)
@@ -447,18 +440,6 @@ def append_paged_mla_kv_cache(
     Signature of ``flashinfer.page.append_paged_mla_kv_cache``, for any dims; RMSNorm and rope are
     mlagen's.
     """
-    require_eager_memory(
-        append_ckv=append_ckv,
-        append_kpe=append_kpe,
-        batch_indices=batch_indices,
-        positions=positions,
-        ckv_cache=ckv_cache,
-        kpe_cache=kpe_cache,
-        kv_indices=kv_indices,
-        kv_indptr=kv_indptr,
-        kv_last_page_len=kv_last_page_len,
-    )
-    require_eager_memory(norm_weight=norm_weight, cos_sin_cache=cos_sin_cache)
     ckv = _checked_rows(append_ckv, "append_ckv", None)
     _checked_rows(append_kpe, "append_kpe", ckv)
     _check_cache(ckv_cache, "ckv_cache", append_ckv)
@@ -529,7 +510,6 @@ def _dsv41_fp4_row(inline_scale: object) -> RowFormat:
 
 def _pack(latent_kv: object, row: RowFormat, *layout: object) -> torch.Tensor:
     """Return new pages of packed tokens."""
-    require_eager_memory(latent_kv=latent_kv)
     tokens, cache = _new_pages(latent_kv, row, *layout)
     if tokens.numel():
         pages = cache.squeeze(1 if cache.shape[1] == 1 else 2)
@@ -556,15 +536,6 @@ def _new_pages(
 def _append(
     latent_kv: object, slot_mapping: object, cache: object, row: RowFormat, *prologue: object
 ) -> None:
-    norm_weight, _, positions, cos_sin_cache = prologue
-    require_eager_memory(
-        latent_kv=latent_kv,
-        slot_mapping=slot_mapping,
-        cache=cache,
-        norm_weight=norm_weight,
-        positions=positions,
-        cos_sin_cache=cos_sin_cache,
-    )
     tokens = _checked_tokens(latent_kv, "latent_kv", (_LATENTS,))
     counts_padding = row.has_inline_scales
     pool = check_pool(cache, "cache", row, _LATENTS, tokens.device, counts_padding=counts_padding)

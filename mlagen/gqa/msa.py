@@ -124,8 +124,7 @@ def msa_sparse_decode_attention(
     lse : fp32 [batch * seqlen_q, heads]
         Written with ``return_softmax_lse``; allocated if None.
     batch_invariant : bool
-        Whether the bits of a request's results must not depend on the rest of the batch; None means
-        what ``MLAGEN_BATCH_INVARIANT`` says.
+        As for :func:`mlagen.decode.xqa_batch_decode_with_kv_cache`.
 
     Returns
     -------

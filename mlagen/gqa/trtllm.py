@@ -220,19 +220,11 @@ def trtllm_batch_decode_with_kv_cache(
         converts e4m3 to the dtype of a 16-bit output, else to bf16.
     kv_cache : as query, e4m3, e5m2, int8, or uint8 with kv_cache_sf
         Keys and values, in one tensor or two.
-    workspace_buffer : any dtype
-        Scratch of at least :func:`mlagen.workspace_bytes` bytes; a call uses its end.
     block_tables : int32 or uint32 [batch, max_pages]
         Page ids, for keys and values; ``[batch, 2, max_pages]`` without
         ``uses_shared_paged_kv_idx``, and with ``enable_block_sparse_attention`` as there.
-    seq_lens : int32 or uint32 [batch]
-        Tokens in the cache, including the new ones.
-    max_seq_len : int
-        The maximum of ``seq_lens``. It affects the scheduling, not the result.
     bmm1_scale, bmm2_scale : float or fp32 tensor of one element
         The whole factors of the scores and of the output; natural domain.
-    window_left : int
-        Number of tokens before its own that a row attends to; unlimited if negative.
     out : as query, 16-bit for e4m3, or e4m3 where the cache is e4m3 [tokens, heads, head_dim]
         Written and returned; allocated if None. ``[batch, q_len_per_req, heads, head_dim]`` too.
     out_dtype : torch.dtype
@@ -241,29 +233,18 @@ def trtllm_batch_decode_with_kv_cache(
         Of an NVFP4 output.
     sinks : fp32, bf16 or fp16 [heads], or a list of one such tensor
         Natural-domain logits, unscaled, added to the softmax denominator without a value.
-    kv_layout : str
-        ``HND`` or ``NHD``.
-    enable_pdl : bool
-        Whether to use programmatic dependent launch; None means yes where the GPU supports it.
     backend : str
         ``auto``, ``xqa``, ``trtllm-gen`` and ``cake`` are equivalent.
     q_len_per_req : int
         Query tokens of every request, 1 if None; ignored with ``cum_seq_lens_q``.
     o_scale : float
         Multiplies a 16-bit output; 1 if None.
-    mask : uint16 [batch, q_len_per_req, ceil(q_len_per_req / 32) * 2], or [tokens, ...]
-        The drafts that each query token attends to; None means causal.
     max_q_len : int
         The maximum number of query tokens of a request; required with ``cum_seq_lens_q``.
     cum_seq_lens_q : int32 or uint32 [batch + 1]
         Offsets of the requests' query tokens, for ragged queries.
     skip_softmax_threshold_scale_factor : float
         Ignored: no KV block is skipped, and the result is exact.
-    kv_cache_sf : e4m3 or uint8 [..., head_dim / 16], or fp32
-        One scale for 16 elements of an NVFP4 cache, in one of the layouts of ``kv_cache``; or one
-        for a token and KV head of an e4m3, e5m2 or int8 cache, in one of these layouts without
-        ``head_dim``, with any strides: keys and values may have any strides of 4 bytes then, as in
-        rows that hold a scale behind them.
     uses_shared_paged_kv_idx : bool
         Whether keys and values have the same page ids; otherwise ``block_tables`` has those of keys
         and then those of values for each request.
@@ -306,9 +287,10 @@ def trtllm_batch_decode_with_kv_cache(
         ``enable_block_sparse_attention``.
     length_aware_schedule : bool
         Ignored: every schedule follows ``seq_lens``.
+    workspace_buffer, seq_lens, max_seq_len, window_left, kv_layout, enable_pdl, mask, kv_cache_sf
+        As there; ``kv_layout`` is ``HND`` by default.
     batch_invariant : bool
-        Whether the bits of a request's results must not depend on the rest of the batch; None means
-        what ``MLAGEN_BATCH_INVARIANT`` says.
+        As there.
 
     Returns
     -------

@@ -279,47 +279,29 @@ def xqa(
         Tokens in the cache, including the new ones.
     output : as q, or e4m3 where the cache is e4m3
         Written; of the shape of ``q``, with the dims of a value if these are fewer.
-    workspace_buffer : any dtype
-        Scratch of at least :func:`mlagen.workspace_bytes` bytes; a call uses its end. It needs no
-        initial value.
     semaphores : uint32 or int32
         Accepted for compatibility; ignored and unchanged, of any size and content.
     num_kv_heads, page_size : int
         As in the caches.
-    sinks : fp32, bf16 or fp16 [num_kv_heads, heads / num_kv_heads] or [heads]
-        Natural-domain logits, unscaled, added to the softmax denominator without a value. 16-bit
-        sinks are converted to fp32 at every call, by one small kernel.
     q_scale, kv_scale : float or fp32 tensor of one element
         As above; natural domain.
     sliding_win_size : int
         Number of tokens that a row attends to, including its own; unlimited if 0 or less.
-    kv_layout : str
-        ``NHD`` or ``HND``.
     sm_count : int
         Ignored; the kernels use all SMs.
-    enable_pdl : bool
-        Whether to use programmatic dependent launch; None means yes where the GPU supports it.
     rcp_out_scale : float
         Multiplies an e4m3 output, and no other.
     q_seq_len : int
         Query tokens of every request; with ``q_cu_seq_lens`` the maximum, 2 or more.
-    mask : uint16 [batch, q_seq_len, ceil(q_seq_len / 32) * 2], or [tokens, ...]
-        The drafts that each query token attends to; None means causal.
-    q_cu_seq_lens : int32 or uint32 [batch + 1]
-        Offsets of the requests' query tokens, for ragged queries.
     k_sf_cache, v_sf_cache : e4m3 or uint8 [..., head_dim / 16], or fp32 [...]
         One scale for 16 elements of an NVFP4 cache, or for a token and KV head, in the layout of
         the caches.
     lse : fp32 [tokens, heads], or as q without head_dim
-        Written if given: the logarithm of the softmax denominator, including the sink. A fully
-        masked row has its sink, or minus infinity without one.
+        Written if given.
     lse_base : str
         ``base2`` or ``basee``: log2 or natural logarithm.
-    causal : bool
-        False: every query token attends to all ``seq_len`` tokens, without ``mask`` and a window.
-    batch_invariant : bool
-        Whether the bits of a request's results must not depend on the rest of the batch; None means
-        what ``MLAGEN_BATCH_INVARIANT`` says.
+    workspace_buffer, sinks, kv_layout, enable_pdl, mask, q_cu_seq_lens, causal, batch_invariant
+        As there.
 
     Raises
     ------

@@ -208,9 +208,6 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         padding. A page has all its data rows of 576 bytes first, then all its scale rows of 8. With
         an axis of size 1 as ``kv_layout`` says, or without. Pages are any multiple of 16 bytes
         apart.
-    workspace_buffer : any dtype
-        Scratch of at least :func:`mlagen.workspace_bytes` bytes; a call uses its end. It needs no
-        initial value.
     sparse_indices : int32 or uint32 [tokens, top_k], [tokens, 1, top_k] or [batch, q_len, top_k]
         Required. Indices into ``swa_kv_cache``: ``page * page_size + slot``. Rows may be slices of
         wider ones.
@@ -231,8 +228,6 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         ``HND``: an axis of size 1 before the tokens of a page; ``NHD``: after them.
     cum_seq_lens_q, max_q_len : int32 or uint32 tensor, int
         Not used: query tokens have indices of their own.
-    enable_pdl : bool
-        Whether to use programmatic dependent launch; None means yes where the GPU supports it.
     swa_topk_lens : int32 or uint32 [tokens] or [batch, q_len]
         Required. Lengths of ``sparse_indices``.
     extra_sparse_indices : int32 or uint32, as sparse_indices
@@ -241,10 +236,8 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         Lengths of ``extra_sparse_indices``; required with them.
     backend : str
         ``auto`` or ``sparse``, without a difference.
-    hca_swa_indices, hca_compressed_block_tables, hca_seq_lens, hca_is_causal : None or default
-        Of FlashInfer's cute-dsl backend; not implemented.
-    hca_use_persistent, hca_sparse_indices_format : None or default
-        As before.
+    hca_swa_indices, hca_compressed_block_tables, hca_seq_lens, hca_is_causal, hca_use_persistent
+        None or the default: of FlashInfer's cute-dsl backend, as ``hca_sparse_indices_format``.
     remapped_sparse_indices_buffer, sparse_indices_are_storage_offsets : None
         Of FlashInfer's trtllm-gen backend, which needs them for strided pools; not implemented.
     dsv4_inv_rope_cos_sin_cache, dsv4_output_scale : None
@@ -267,9 +260,8 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         Whether to return the LSE, too.
     return_lse_base : str
         ``base2`` or ``basee``: log2 or natural logarithm.
-    batch_invariant : bool
-        Whether the bits of a request's results must not depend on the rest of the batch; None means
-        what ``MLAGEN_BATCH_INVARIANT`` says.
+    workspace_buffer, enable_pdl, batch_invariant
+        As for :func:`mlagen.mla.trtllm_batch_decode_with_kv_cache_mla`.
 
     Returns
     -------

@@ -61,21 +61,9 @@ def xqa_batch_decode_with_kv_cache_mla(
     ----------
     query : bf16, fp16 or e4m3 [batch, q_len, heads, head_dim_qk]
         As there, without the ragged layout.
-    kv_cache, workspace_buffer : torch.Tensor
-        As there.
-    qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim : int
-        As there.
-    block_tables, seq_lens : torch.Tensor
+    kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables
         As there, without ``sparse_mla_top_k``.
-    max_seq_len : int
-        As there.
-    out : torch.Tensor
-        As there.
-    bmm1_scale, bmm2_scale : float or fp32 tensor of one element
-        As there.
-    sinks : fp32, bf16 or fp16 [heads]
-        As there.
-    enable_pdl, batch_invariant : bool
+    seq_lens, max_seq_len, out, bmm1_scale, bmm2_scale, sinks, enable_pdl, batch_invariant
         As there.
 
     Returns
@@ -172,9 +160,6 @@ def xqa_mla(
         Tokens in the cache, including the new one.
     output : bf16 for an e4m3 query, else as q [batch, 1, heads, 512]
         Written.
-    workspace_buffer : any dtype
-        Scratch of at least :func:`mlagen.workspace_bytes` bytes; a call uses its end. It needs no
-        initial value.
     semaphores : uint32 or int32
         Accepted for compatibility; ignored and unchanged, of any size and content.
     page_size : int
@@ -183,11 +168,8 @@ def xqa_mla(
         As above; natural domain.
     sm_count : int
         Ignored; the kernels use all SMs.
-    enable_pdl : bool
-        Whether to use programmatic dependent launch; None means yes where the GPU supports it.
-    batch_invariant : bool
-        Whether the bits of a request's results must not depend on the rest of the batch; None means
-        what ``MLAGEN_BATCH_INVARIANT`` says.
+    workspace_buffer, enable_pdl, batch_invariant
+        As for :func:`mlagen.mla.trtllm_batch_decode_with_kv_cache_mla`.
 
     Raises
     ------

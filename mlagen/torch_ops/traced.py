@@ -122,12 +122,13 @@ def writer(
 ) -> Callable[[FunctionT], FunctionT]:
     """Return a decorator of a function that writes into arguments, or returns a tensor.
 
-    It defines the op of the function, which a traced call becomes. ``fake`` returns a tensor like
-    the function's.
+    It defines the op of the function, which a traced call becomes; the tensors of any other call
+    are in memory. ``fake`` returns a tensor like the function's.
     """
 
     def decorate(function: FunctionT) -> FunctionT:
         name, arguments = function.__name__, arguments_of(function)
+        parameters = tuple(inspect.signature(function).parameters)
         schema = schema_of(arguments)
         for alias, argument in zip("abc", written, strict=False):
             schema = re.sub(rf"Tensor(\??) {argument}\b", rf"Tensor({alias}!)\1 {argument}", schema)
@@ -135,9 +136,13 @@ def writer(
         def implementation(compute: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *values, **named: compute(**bind_args(arguments, values, named))
 
+        def run(*values: Any, **named: Any) -> Any:
+            require_eager_memory(**dict(zip(parameters, values, strict=False)), **named)
+            return function(*values, **named)
+
         _define(
             f"{name}({schema}) -> {'()' if fake is None else 'Tensor'}",
-            implementation(function),
+            implementation(run),
             implementation(fake or (lambda **_: None)),
         )
 
@@ -145,7 +150,7 @@ def writer(
         def entry(*values: Any, **named: Any) -> Any:
             if is_compiling() or is_traced():
                 return getattr(torch.ops.mlagen, name).default(*values, **named)
-            return function(*values, **named)
+            return run(*values, **named)
 
         return cast("FunctionT", entry)
 
