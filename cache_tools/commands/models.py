@@ -50,7 +50,6 @@ def _document(known: KnownModel) -> dict[str, Any]:
     from mlagen.models.kernels import (
         ServingOptions,
         attention_text,
-        has_two_pools,
         page_sizes_of,
     )
 
@@ -64,7 +63,7 @@ def _document(known: KnownModel) -> dict[str, Any]:
     return {
         **document,
         "attention": attention_text(model),
-        "page_sizes": [] if has_two_pools(model) else [*page_sizes_of(model, ServingOptions())],
+        "page_sizes": [size for size in page_sizes_of(model, ServingOptions()) if size],
         "left_out": [sentence.removeprefix(start) for sentence in model.left_out],
         "reason": None,
     }

@@ -38,6 +38,7 @@ _MLA_PROJECTIONS = (
 )
 # How tokens are compressed, which is an argument of the call.
 _BLOCK = "index_block_size"  # of MiniMax-M3
+_INDEXER = "indexer_n_heads"  # of Qwen3.8, whose layers have no indexer without it
 _COMPRESSION = ("compress_ratios", "compress_rates")
 
 
@@ -72,7 +73,9 @@ class GqaModel(Model):
     others: tuple[GqaHeads, ...] = ()  # of layers with other heads
     window: int | None = None  # tokens that sliding layers attend to: an argument of the call
     has_soft_cap: bool = False  # of the scores, whose value is an argument of the call
-    sparse_block: int = 0  # tokens of the blocks that query tokens of some layers choose; 0: none
+    # Tokens of the blocks that query tokens choose; 0: none. Of MiniMax-M3 some layers have blocks,
+    # and of Qwen3.8, where a block is a token, all have, with an output gate.
+    sparse_block: int = 0
 
     def heads_of_layers(self) -> tuple[GqaHeads, ...]:
         """Return the head configurations of the layers, without duplicates."""
@@ -224,8 +227,11 @@ def _mla(fields: Fields) -> MlaModel:
 
 
 def _gqa(fields: Fields) -> GqaModel:
+    assert fields.type is not None
+    sources = fields.type.sources
+    kinds = "block gqa" if _BLOCK in sources else "token gqa" if _INDEXER in sources else "gqa"
     sparse_block = _sparse_block(fields)
-    left_out, is_hybrid = layers_left_out(fields, "sparse gqa" if sparse_block else "gqa")
+    left_out, is_hybrid = layers_left_out(fields, kinds)
     if fields.value("use_mla") is False:  # keys of MLA stay in the configuration then
         fields.read |= {*_MLA_PROJECTIONS, "kv_lora_rank", "qk_rope_head_dim"}
     layers, window, has_soft_cap = gqa_heads(fields), window_of(fields), caps_scores(fields)
@@ -250,8 +256,10 @@ def _gqa(fields: Fields) -> GqaModel:
 
 
 def _sparse_block(fields: Fields) -> int:
-    """Return the tokens of a block that an index of MiniMax-M3's sparse layers names, or 0."""
+    """Return the tokens that an index of sparse layers names, or 0."""
     assert fields.type is not None
+    if _INDEXER in fields.type.sources:
+        return int(fields.count(_INDEXER, default=0, minimum=0) != 0)
     if _BLOCK not in fields.type.sources:
         return 0
     table = "sparse_attention_config"

@@ -114,15 +114,18 @@ def model_specs(
 def page_sizes_of(model: MlaModel | GqaModel, use: ServingOptions) -> Sequence[int]:
     """Return the page sizes of the calls: those of the servers by default.
 
-    They are no constants of kernels over two pools: ``(0,)``.
+    They are no constants of kernels over two pools: ``(0,)``. A page of Qwen3.8 is a whole KV
+    block, which grows to the size of a recurrent state: without an option there are none.
     """
     if has_two_pools(model):
         if use.page_sizes:
             rule = "none, as its kernels take any"
             reject(f"{model.name}: page_size", rule, ", ".join(map(str, use.page_sizes)))
         return (0,)
+    if isinstance(model, GqaModel) and model.sparse_block == 1:
+        return use.page_sizes or ()
     sizes = served_page_sizes(is_mla=isinstance(model, MlaModel), is_hybrid=model.is_hybrid)
-    if isinstance(model, GqaModel) and model.sparse_block:
+    if isinstance(model, GqaModel) and model.sparse_block:  # of MiniMax-M3
         sizes += (model.sparse_block,)  # vLLM's layers share the pages of those of blocks
     return use.page_sizes or sizes
 
@@ -135,7 +138,8 @@ def has_two_pools(model: MlaModel | GqaModel) -> bool:
 def page_size_text(model: MlaModel | GqaModel, use: ServingOptions) -> str:
     """Return the page sizes of the calls in words."""
     sizes = page_sizes_of(model, use)
-    return "any page size" if has_two_pools(model) else f"page size {_joined(sizes)}"
+    has_any = has_two_pools(model) or not sizes
+    return "any page size" if has_any else f"page size {_joined(sizes)}"
 
 
 def attention_text(model: MlaModel | GqaModel) -> str:
@@ -149,7 +153,8 @@ def attention_text(model: MlaModel | GqaModel) -> str:
     )
     window = f", window {model.window}" if model.window else ""
     cap = ", soft cap" if model.has_soft_cap else ""
-    blocks = f", blocks of {model.sparse_block}" if model.sparse_block else ""
+    block = model.sparse_block
+    blocks = f", blocks of {block}" if block > 1 else ", sparse" if block else ""
     return f"GQA, {' and '.join(layers)}{window}{cap}{blocks}"
 
 
@@ -228,8 +233,12 @@ def _gqa_calls(model: GqaModel, use: ServingOptions) -> Iterator[tuple[GqaVarian
         (heads, [_group_size(model, heads, tp) for tp in use.tp])
         for heads in model.heads_of_layers()
     ]
+    page_sizes, block = page_sizes_of(model, use), model.sparse_block
+    if not page_sizes:
+        rule = "the tokens of a KV block, which a server logs, as a page is a block"
+        reject(f"{model.name}: page_size", rule, "none")
     for (query, kv), (heads, groups) in product(_dtypes(model, use), layers):
-        for page_size in page_sizes_of(model, use):
+        for page_size in page_sizes:
             variant = GqaVariant(
                 query_dtype=query,
                 kv_dtype=kv,
@@ -239,10 +248,12 @@ def _gqa_calls(model: GqaModel, use: ServingOptions) -> Iterator[tuple[GqaVarian
                 page_size=page_size,
                 has_soft_cap=model.has_soft_cap,
             )
-            for group, q_len in product(groups, use.q_lens):
+            if block == 1:
+                variant = replace(variant, sparse_block=1, has_output_gate=True)
+            # Every query token of a sparse call is a sequence.
+            for group, q_len in product(groups, (1,) if block == 1 else use.q_lens):
                 yield variant, group * q_len
-        if model.sparse_block:  # a block is a page, and every query token a sequence
-            block = model.sparse_block
+        if block > 1:  # beside layers without blocks; a block is a page
             sparse = replace(variant, page_size=block, sparse_block=block)
             yield from ((sparse, group) for group in groups)
 

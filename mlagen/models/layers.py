@@ -12,6 +12,7 @@ from mlagen.models.fields import Fields
 ALIASES = {
     "attention": "full_attention",
     "deepseek_sparse_attention": "indexed_attention",
+    "qwen_sparse_attention": "indexed_attention",
     "mamba": "linear_attention",
 }
 # Kinds with a KV cache; the window is an argument of the call. "hybrid" layers have a state too.
@@ -41,7 +42,8 @@ BLOCK_KINDS = ("minimax_m3_sparse",)
 # Kinds with a kernel, and those without.
 _KINDS_OF = {
     "gqa": (GQA_KINDS, LEFT_OUT),
-    "sparse gqa": ((*GQA_KINDS, *BLOCK_KINDS), LEFT_OUT),
+    "block gqa": ((*GQA_KINDS, *BLOCK_KINDS), LEFT_OUT),
+    "token gqa": (("full_attention", "indexed_attention"), LEFT_OUT),
     "mla": (MLA_KINDS, _MLA_LEFT_OUT),
     "two pools": (POOL_KINDS, {}),
 }
@@ -79,7 +81,7 @@ class GqaHeads(NamedTuple):
 def layers_left_out(fields: Fields, attention: str) -> tuple[tuple[str, ...], bool]:
     """Return a sentence for each kind of layer without a kernel, and whether any has a state.
 
-    ``attention`` is ``gqa``, ``sparse gqa``, ``mla`` or ``two pools``.
+    ``attention`` is ``gqa``, ``block gqa``, ``token gqa``, ``mla`` or ``two pools``.
 
     Raises
     ------

@@ -45,7 +45,7 @@ def outcome_of(content: str) -> str:
         layers = (f"{made.heads}/{made.kv_heads}x{made.dims}" for made in model.heads_of_layers())
         window = f" window {model.window}" if model.window else ""
         cap = " soft cap" if model.has_soft_cap else ""
-        blocks = f" blocks of {model.sparse_block}" if model.sparse_block else ""
+        blocks = {0: "", 1: " tokens", 128: " blocks of 128"}[model.sparse_block]
         text = f"gqa {' '.join(layers)}{window}{cap}{blocks}"
     left_out = [sentence.split(": ")[1].removeprefix("layers of ") for sentence in model.left_out]
     return f"{text}; left out {' '.join(left_out)}" if left_out else text

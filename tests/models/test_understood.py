@@ -125,7 +125,10 @@ V_HEADS = {"head_dim": 192, "v_head_dim": 128}
         (V4 | {"layer_types": ["full_attention"]}, "layer_types: expected sliding_attention or c"),
         (V4 | {"compress_group": 4}, "compress_group: expected a KV cache of all tokens, not a c"),
         (V4 | {"kv_group_dim": 4}, f"kv_group_dim: {NO_KEY} its effect on MLA, got 4"),
-        ({"model_type": "qwen4_exp"}, f"model_type: {BLOCKS} 'qwen4_exp'"),
+        (
+            {"model_type": "qwen4_exp", "layer_types": ["sliding_attention"]},
+            "layer_types: expected full_attention or indexed_attention or linear_attention or ",
+        ),
         (M3 | {"index_block_size": 64}, "index_block_size: expected 128, got 64"),
         (
             M3 | {"sparse_attention_config": {"sparse_block_size": 64}},
