@@ -8,7 +8,7 @@ import torch
 from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
 from sglang.srt.runtime_context import get_parallel
 
-from mlagen.decode import trtllm_batch_decode_with_kv_cache as decode
+from mlagen.decode import xqa_batch_decode_with_kv_cache as decode
 from mlagen.integrations.sglang.runner import (
     check,
     layers_of,
@@ -44,6 +44,14 @@ def backend_of(runner: Any, name: str) -> MlagenMHABackend:
                 f"{name}: expected keys and values of one head dim, got {layer.head_dim} and "
                 f"{layer.v_head_dim}"
             )
+        if layer.logit_cap and layer.logit_capping_method != "tanh":
+            rule = "a logit_cap by tanh"
+            raise ValueError(f"{name}: expected {rule}, got {layer.logit_capping_method}")
+        if layer.xai_temperature_len > 0:
+            rule = "scores of one temperature"
+            raise ValueError(
+                f"{name}: expected {rule}, got one from {layer.xai_temperature_len} on"
+            )
     check(runner, name, MlagenMHABackend)
     serve_drafts(name, "trtllm_mha", MlagenMHABackend)
     backend = MlagenMHABackend(runner)
@@ -58,6 +66,7 @@ def backend_of(runner: Any, name: str) -> MlagenMHABackend:
             query_dtype=runner.dtype,
             kv_dtype=runner.kv_cache_dtype,
             max_q_len=max_q_len(runner, name),
+            has_soft_cap=bool(layer.logit_cap),
         )
     )
     return backend
@@ -69,6 +78,40 @@ class MlagenMHABackend(TRTLLMHAAttnBackend):
     # The query stays in 16 bits over an FP8 cache, and pages have any size, as with XQA. The
     # constructor of SGLang sets it by the GPU.
     is_xqa_impl = property(lambda _: True, lambda _, __: None)
+
+    _soft_cap: float | None = None  # of the layer
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attend with one query token of each request."""
+        self._soft_cap = layer.logit_cap or None
+        given = (q, k, v, layer, forward_batch, save_kv_cache)
+        out: torch.Tensor = super().forward_decode(*given, **kwargs)
+        return out
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Verify drafts."""
+        self._soft_cap = layer.logit_cap or None
+        given = (q, k, v, layer, forward_batch, save_kv_cache)
+        out: torch.Tensor = super().forward_extend(*given, **kwargs)
+        return out
 
     def _run_fixed_q_len_decode(
         self,
@@ -88,7 +131,7 @@ class MlagenMHABackend(TRTLLMHAAttnBackend):
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to the cached tokens; among the drafts of a request causally."""
-        del mask  # of a chain of drafts, which is causal
+        del mask, out_dtype  # of a chain of drafts, which is causal; that of the query, or of out
         result = decode(
             query,
             kv_cache,
@@ -100,10 +143,11 @@ class MlagenMHABackend(TRTLLMHAAttnBackend):
             bmm2_scale,
             window_left,
             out,
-            out_dtype or (self.q_data_type if out is None else out.dtype),
-            sinks=sinks,
+            sinks,
+            "HND",
             q_len_per_req=q_len_per_req,
             kv_cache_sf=kv_cache_sf,
+            logits_soft_cap=self._soft_cap,
         )
         assert isinstance(result, torch.Tensor)
         return result

@@ -20,7 +20,7 @@ from sglang.srt.runtime_context import (
 )
 
 from mlagen.integrations.servers import follow_batch_invariance
-from mlagen.integrations.sglang import DSV4, is_deepseek_v4
+from mlagen.integrations.sglang import DSV4, MHA, is_deepseek_v4
 from mlagen.integrations.warm_up import Calls, mla_calls
 from mlagen.integrations.warm_up import warm_up as warm_up_on
 
@@ -61,7 +61,7 @@ def check(runner: Any, name: str, backend: type) -> None:
         if dtype not in dtypes:
             raise ValueError(f"{field}: expected one of {dtypes} with {name}, got {dtype}")
     for layer in layers_of(runner):
-        if layer.logit_cap:
+        if layer.logit_cap and name != MHA:
             raise ValueError(f"{name}: expected layers without logit_cap, got {layer.logit_cap}")
     if runner.page_size % 16:
         _logger.warning(

@@ -133,7 +133,7 @@ class RadixAttention(torch.nn.Module):
         logit_cap: float = 0.0,
         v_head_dim: int = -1,
         sliding_window_size: int = -1,
-        **_: Any,
+        **others: Any,
     ) -> None:
         super().__init__()
         self.tp_q_head_num, self.tp_k_head_num = num_heads, num_kv_heads
@@ -141,6 +141,8 @@ class RadixAttention(torch.nn.Module):
         self.head_dim, self.v_head_dim = head_dim, head_dim if v_head_dim == -1 else v_head_dim
         self.scaling, self.layer_id, self.logit_cap = scaling, layer_id, logit_cap
         self.sliding_window_size = sliding_window_size
+        self.logit_capping_method = others.get("logit_capping_method", "tanh")
+        self.xai_temperature_len = -1
 
 
 class TRTLLMHAAttnBackend:
@@ -167,17 +169,31 @@ class TRTLLMHAAttnBackend:
         return paged(k_cache), paged(v_cache)
 
     def forward_decode(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, **kwargs: Any
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
     ) -> Any:
         """Attend with one query token of each request, where nothing is to be saved."""
-        del k, v, forward_batch
+        del k, v, forward_batch, save_kv_cache
         return _attend(self, q, layer, kwargs["sinks"], q_len_per_req=1)
 
     def forward_extend(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, **kwargs: Any
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
     ) -> Any:
         """Verify drafts, where nothing is to be saved."""
-        del k, v
+        del k, v, save_kv_cache
         assert forward_batch.forward_mode.is_target_verify()
         options = {"q_len_per_req": self.forward_metadata.max_seq_len_q}
         options |= {"mask": self._xqa_spec_dec_mask}

@@ -91,7 +91,12 @@ def test_a_model_runner_gets_the_backend(
             GQA | {"layers": [((8, 192, 8), {"v_head_dim": 128})]},
             "keys and values of one head dim, got 192 and 128",
         ),
-        ("mlagen_mha", GQA | {"layers": [((8, 64), {"logit_cap": 30.0})]}, "without logit_cap"),
+        (
+            "mlagen_mha",
+            GQA | {"layers": [((8, 64), {"logit_cap": 30.0, "logit_capping_method": "relu"})]},
+            "mlagen_mha: expected a logit_cap by tanh, got relu",
+        ),
+        (NAME, {"layers": [((8, 576), {"logit_cap": 30.0})]}, "expected layers without logit_cap"),
         (
             NAME,
             {"kv_cache_dtype": torch.float8_e5m2},
@@ -111,7 +116,8 @@ def test_a_model_runner_gets_the_backend(
     ],
     ids=[
         *("without MLA", "without a prefill", "rows without a kernel", "tokens over ranks"),
-        *("with MLA", "no prefill of GQA", "e5m2", "nvfp4", "fp32", "two head dims", "a soft cap"),
+        *("with MLA", "no prefill of GQA", "e5m2", "nvfp4", "fp32", "two head dims"),
+        *("another soft cap", "a soft cap of MLA"),
         *("e5m2 of MLA", "fp32 of DSA", "V4", "sparse V4"),
     ],
 )
@@ -121,6 +127,14 @@ def test_a_server_that_cannot_work_does_not_start(
     """What no kernel serves is refused, and so is TensorRT-LLM's prefill where it has none."""
     with pytest.raises(ValueError, match=message):
         backends[name].backend_of(runner(**fields), name)
+
+
+def test_a_layer_of_another_temperature_is_rejected(backends: dict[str, ModuleType]) -> None:
+    """Grok's scores have another one in long contexts."""
+    made = runner(**GQA)
+    made.model[0].xai_temperature_len = 1024
+    with pytest.raises(ValueError, match=r"^mlagen_mha: expected scores of one .* from 1024 on$"):
+        backends["mlagen_mha"].backend_of(made, "mlagen_mha")
 
 
 def test_blackwell_has_a_kernel_for_prefill(mla: ModuleType, monkeypatch: Patch) -> None:

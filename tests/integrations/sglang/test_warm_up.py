@@ -54,8 +54,8 @@ def test_sparse_layers_are_warmed_up(
 
 
 def test_each_shape_of_layers_is_warmed_up(mha: ModuleType, calls: list[Any]) -> None:
-    """Gemma 4 has layers of two head dims."""
-    layers = [*GQA_LAYERS * 2, ((16, 512, 2), {"sliding_window_size": 1023})]
+    """Gemma 4 has layers of two head dims, and Gemma 2 a soft cap."""
+    layers = [*GQA_LAYERS * 2, ((16, 512, 2), {"sliding_window_size": 1023, "logit_cap": 50.0})]
     options = {"use_mla_backend": False, "page_size": 32, "kv_cache_dtype": E4M3}
 
     mha.backend_of(runner(layers=layers, **options), "mlagen_mha")
@@ -64,6 +64,7 @@ def test_each_shape_of_layers_is_warmed_up(mha: ModuleType, calls: list[Any]) ->
     assert [first[each] for each in ("head_dim", "page_size", "rows")] == [128, 32, 4]
     assert [second[each] for each in ("head_dim", "page_size", "rows")] == [512, 32, 8]
     assert (first["query_dtype"], first["kv_dtype"]) == (DType.BF16, DType.E4M3)
+    assert [each["has_soft_cap"] for each in (first, second)] == [False, True]
 
 
 @pytest.mark.parametrize(
