@@ -319,11 +319,16 @@ def assert_like_transformers(
     assert drift.mean() <= 1.5 * usual.mean()
 
 
-def assert_like_another(did: dict[str, Any], other: dict[str, Any]) -> None:
+def assert_like_another(did: dict[str, Any], other: dict[str, Any], bits: int = 8) -> None:
     """Check that two engines over the same weights decode the same tokens, up to rounding.
 
-    After the first token that rounding changes, they decode other contexts.
+    After the first token that rounding changes, they decode other contexts. ``bits`` are those of a
+    cached value, or more.
     """
+    # bf16 logits of 4 to 8 are multiples of 1/32: three of these. Where rounding changes the code
+    # of a value that a decode step caches, 4 bits move it four times as far as e4m3 does, which
+    # prompts of a few tokens show.
+    tolerance = 0.1 if bits >= 8 else 0.25
     assert did["repeated"] == did["tokens"]
     drifts = []  # of the log probabilities of each prompt, up to the first other token
     for ours, theirs, got, wanted in zip(
@@ -335,4 +340,4 @@ def assert_like_another(did: dict[str, Any], other: dict[str, Any]) -> None:
         drifts.append([round(abs(a - b), 4) for a, b in pairs])
     assert all(drifts)  # prefill gives the first tokens, in both by the same kernels
     assert sum(map(len, drifts)) >= NEW * len(drifts) / 2, drifts
-    assert max(map(max, drifts)) <= 0.1, drifts
+    assert max(map(max, drifts)) <= tolerance, drifts
