@@ -9,6 +9,7 @@ from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
 from sglang.srt.runtime_context import get_parallel
 
 from mlagen.decode import xqa_batch_decode_with_kv_cache as decode
+from mlagen.integrations.sglang.indexed import serve as serve_sparse
 from mlagen.integrations.sglang.runner import (
     check,
     layers_of,
@@ -55,18 +56,23 @@ def backend_of(runner: Any, name: str) -> MlagenMHABackend:
     check(runner, name, MlagenMHABackend)
     serve_drafts(name, "trtllm_mha", MlagenMHABackend)
     backend = MlagenMHABackend(runner)
+    kinds = serve_sparse(runner, backend)
     warm_up(
         call
         for layer in layers
+        for kind in kinds
         for call in gqa_calls(
-            heads=layer.tp_q_head_num,
-            kv_heads=layer.tp_k_head_num,
-            head_dim=layer.head_dim,
-            page_size=runner.page_size,
-            query_dtype=runner.dtype,
-            kv_dtype=runner.kv_cache_dtype,
-            max_q_len=max_q_len(runner, name),
-            has_soft_cap=bool(layer.logit_cap),
+            **{
+                "heads": layer.tp_q_head_num,
+                "kv_heads": layer.tp_k_head_num,
+                "head_dim": layer.head_dim,
+                "page_size": runner.page_size,
+                "query_dtype": runner.dtype,
+                "kv_dtype": runner.kv_cache_dtype,
+                "max_q_len": max_q_len(runner, name),
+                "has_soft_cap": bool(layer.logit_cap),
+            }
+            | kind
         )
     )
     return backend

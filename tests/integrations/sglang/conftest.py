@@ -76,7 +76,8 @@ def calls(sglang: Import, monkeypatch: Patch) -> list[Any]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     # No test but those of drafts changes SGLang's factory.
     unhooked = SimpleNamespace(register=lambda *_: None, apply_hooks=lambda: None)
-    monkeypatch.setattr(sglang("mlagen.integrations.sglang.runner"), "HookRegistry", unhooked)
+    for each in (module, sglang("mlagen.integrations.sglang.indexed")):
+        monkeypatch.setattr(each, "HookRegistry", unhooked)
     return warmed
 
 

@@ -224,6 +224,28 @@ def _attend(
     return out.view(-1, layer.tp_q_head_num * layer.head_dim)
 
 
+def is_minimax_sparse(config: Any) -> bool:
+    """Return whether a model is a MiniMax-M3."""
+    return bool(config.architectures[0].startswith("MiniMaxM3Sparse"))
+
+
+def is_qwen_qsa(config: Any) -> bool:
+    """Return whether a model is a Qwen3.8 with an indexer."""
+    return getattr(config, "indexer_n_heads", None) is not None
+
+
+flash_decode_with_gqa_share_sparse = stub(
+    "q sink k_cache v_cache req_to_token seq_lens slot_ids block_size topk_idx sm_scale use_tma "
+    "page_size q_scale k_scale v_scale hisparse_slots"
+)
+
+
+class QwenSparseAttnBackend:
+    """The backend of Qwen3.8's sparse layers."""
+
+    _forward_paged_attention = stub("self q layer forward_batch topk_indices")
+
+
 class DeepSeekV4TokenToKVPool:
     """The pools of DeepSeek-V4."""
 
@@ -420,6 +442,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "sglang.srt.arg_groups.overrides": named(
         attention_backends_of, _function("resolved_view", "server_args")
     ),
+    "sglang.srt.configs.model_config": named(is_minimax_sparse),
     "sglang.srt.layers.attention.attention_registry": named(
         register_attention_backend, ATTENTION_BACKENDS=ATTENTION_BACKENDS
     ),
@@ -427,6 +450,11 @@ MODULES: dict[str, dict[str, Any]] = {
     "sglang.srt.layers.attention.deepseek_v4_backend": named(
         DSV4AttnMetadata, DeepseekV4AttnBackend
     ),
+    "sglang.srt.layers.attention.minimax_sparse_ops.minimax_sparse": {
+        "flash_decode_with_gqa_share_sparse": flash_decode_with_gqa_share_sparse
+    },
+    "sglang.srt.layers.attention.qsa.config": named(is_qwen_qsa),
+    "sglang.srt.layers.attention.qwen_sparse_attn_backend": named(QwenSparseAttnBackend),
     "sglang.srt.layers.attention.trtllm_mha_backend": named(TRTLLMHAAttnBackend),
     "sglang.srt.layers.attention.trtllm_mla_backend": named(TRTLLMMLABackend),
     "sglang.srt.layers.radix_attention": named(RadixAttention),
