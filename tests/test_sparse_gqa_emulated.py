@@ -25,7 +25,7 @@ from tests.families.launches import record_launches
 from tests.kernels import SM_80, SM_90A
 from tests.problems.head_tables import HEAD_TABLES_CASES, check_head_tables
 from tests.problems.sparse_gqa import SparseCase, decode_sparse
-from tests.problems.sparse_gqa_cases import CASES, FP16, MSA_CASES, msa, qsa
+from tests.problems.sparse_gqa_cases import CASES, FP16, MSA_CASES, QSA_CASES, msa, qsa
 from tests.problems.top_k import TOP_K_CASES, check_top_k
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -102,6 +102,16 @@ def test_every_edge_case_of_blocks_is_right_on_sm90(
     check(case, sm_count, SM_90A, is_sm90=True)
 
 
+@pytest.mark.parametrize(
+    ("case", "sm_count"), list(zip(QSA_CASES, cycle((1, 7, 40)), strict=False)), ids=str
+)
+def test_every_edge_case_of_tokens_is_right_on_sm90(
+    case: SparseCase, sm_count: int, check: Check
+) -> None:
+    """The same, gathered."""
+    check(case, sm_count, SM_90A, is_sm90=True)
+
+
 @pytest.mark.parametrize("is_sm90", [False, True], ids=["sm80", "sm90"])
 def test_fixed_splits_are_right(is_sm90: bool, check: Check) -> None:
     """Lists of several fixed splits, gated too."""
@@ -126,6 +136,18 @@ def test_bits_do_not_depend_on_the_width_of_indices(is_sm90: bool, emulate: Emul
         assert all(map(torch.equal, result, results[0]))
 
 
+def test_gathered_scales_of_nvfp4_may_lie_at_any_byte(emulate: Emulate) -> None:
+    """Rows of scales that are not aligned to their size are copied byte by byte."""
+    case = qsa("", seq_lens=(300, 70), requests=(1, 0, 0), kv="nvfp4", gate=True)
+    problem = case.build("cpu")
+    names, changes = ("k_sf", "v_sf"), problem.arguments()
+    wide = {name: torch.nn.functional.pad(changes[name], (1, 2), value=0x7F) for name in names}
+    emulate(7, SM_90A, is_sm90=True)
+
+    moved = {name: each[..., 1:-2] for name, each in wide.items()}
+    problem.check(*decode_sparse(problem, **moved), natural=True)
+
+
 def test_block_tables_of_each_kv_head_are_right(emulate: Emulate) -> None:
     """Whole and split, in fixed splits too."""
     for sm_count, case in zip(cycle((1, 12)), HEAD_TABLES_CASES, strict=False):
@@ -134,9 +156,10 @@ def test_block_tables_of_each_kv_head_are_right(emulate: Emulate) -> None:
     check_head_tables(HEAD_TABLES_CASES[0], "cpu", batch_invariant=True)
 
 
-def test_top_k_indices_are_right(emulate: Emulate) -> None:
+@pytest.mark.parametrize("is_sm90", [False, True], ids=["sm80", "sm90"])
+def test_top_k_indices_are_right(is_sm90: bool, emulate: Emulate) -> None:
     """In one split of each list, and in several."""
     for sm_count, case in zip(cycle((1, 30)), TOP_K_CASES, strict=False):
-        emulate(sm_count, SM_80, is_sm90=False)
+        emulate(sm_count, SM_90A if is_sm90 else SM_80, is_sm90=is_sm90)
         check_top_k(case, "cpu")
     check_top_k(TOP_K_CASES[0], "cpu", top_k=200)

@@ -38,6 +38,10 @@ __device__ inline bool is_valid_page(int page, int num_pages) {
   return static_cast<u32>(page) < static_cast<u32>(num_pages);
 }
 
+// What createpolicy_evict_first returns. Copies take a policy from uniform registers, where only a
+// constant is without an instruction per copy.
+constexpr u64 kEvictFirst = 0x12f0000000000000;
+
 // Evict-first keeps Q and partial O resident and avoids write-backs between reads, which cost far
 // more bandwidth than their bytes. Two CTAs that read a tile still meet in L2; more drift apart.
 __device__ inline u64 kv_cache_hint(int readers) {

@@ -36,14 +36,26 @@ __device__ inline const int* block_indices_of(const SparseParams& params, int to
          kv_head * params.indices_head_stride;
 }
 
-// How many of them count.
-template <typename SparseParams>
-__device__ inline int num_indices_of(const SparseParams& params, int token) {
+// How many of them count, unchecked; `load` reads a number.
+template <typename SparseParams, typename Load>
+__device__ inline int load_num_indices(const SparseParams& params, int token, Load load) {
   int count = params.num_indices;
   if (params.block_tables == nullptr) {
-    count = params.seq_lens[token];
+    count = load(params.seq_lens + token);
   } else if (params.has_index_counts) {
-    count = params.block_indices[token * params.indices_stride + params.num_indices];
+    count = load(params.block_indices + token * params.indices_stride + params.num_indices);
   }
+  return count;
+}
+
+template <typename SparseParams>
+__device__ inline int num_indices_of(const SparseParams& params, int token) {
+  const int count = load_num_indices(params, token, [](const int* number) { return *number; });
   return max(min(count, params.num_indices), 0);
 }
+
+// A token in the cache that an index names.
+struct SparseToken {
+  int page;  // -1: none
+  int slot;
+};

@@ -146,10 +146,11 @@ MLA_COVERED = (
     "mask dcp as causal where paged"
 )
 GQA_COVERED = (
-    "query bf16, cache bf16, head_dim 128, page_size 16; covered: sm_90a, block indices none or of "
-    "pages, cache as the query, e4m3, e5m2, int8 or NVFP4, keys and values of a multiple of 32 "
-    "bytes and up to 256 elements, or both of 512 (NVFP4: both of 64, 128 or 256), page_size a "
-    "multiple of 16, strides of the cache below 2^40 bytes"
+    "query bf16, cache bf16, head_dim 128, page_size 16; covered: sm_90a, block indices none, of "
+    "pages or, unless batch-invariant, of tokens, cache as the query, e4m3, e5m2, int8 or NVFP4, "
+    "keys and values of a multiple of 32 bytes and up to 256 elements, or both of 512 (NVFP4: both "
+    "of 64, 128 or 256), and but for indices of tokens page_size a multiple of 16 and strides of "
+    "the cache below 2^40 bytes"
 )
 
 

@@ -215,6 +215,7 @@ def _build(case: SparseCase, device: str) -> SparseProblem:
         tables[seq, :count] = ids.to(torch.int32)
         if not case.has_pages:
             tables[seq, 1::2] = -1
+            tables[seq, 3::4] = pages
     query = torch.randn(case.tokens, case.heads, case.head_dim, generator=generator)
     gates = torch.randn(query.shape, generator=generator) * 2 if case.gate else None
     problem = SparseProblem(

@@ -56,10 +56,10 @@ from mlagen.spec.gqa.variant import (
 )
 
 _COVERED = (
-    "covered: sm_90a, block indices none or of pages, cache as the query, e4m3, e5m2, int8 or "
-    "NVFP4, keys and values of a multiple of 32 bytes and up to 256 elements, or both of 512 "
-    "(NVFP4: both of 64, 128 or 256), page_size a multiple of 16, strides of the cache below 2^40 "
-    "bytes"
+    "covered: sm_90a, block indices none, of pages or, unless batch-invariant, of tokens, cache as "
+    "the query, e4m3, e5m2, int8 or NVFP4, keys and values of a multiple of 32 bytes and up to 256 "
+    "elements, or both of 512 (NVFP4: both of 64, 128 or 256), and but for indices of tokens "
+    "page_size a multiple of 16 and strides of the cache below 2^40 bytes"
 )
 
 _AXES = ("page", "token", "head")
@@ -168,6 +168,20 @@ def make_sm90_launcher(
             f"tokens in all work tiles, got {plan.total_tiles} of up to {max_tokens} tokens"
         )
     _require_aligned_rows(args)
+    maps = _maps_of_cache(args, problem, spec)
+    return _make_launcher(args, problem, plan, spec, named(plan, _SM90), maps=maps)
+
+
+def _maps_of_cache(args: GqaArgs, problem: GqaProblem, spec: GqaSm90Spec) -> GqaCacheMaps | None:
+    """Return the tensor maps of caches with these strides; those of ``args`` are encoded.
+
+    Raises
+    ------
+    UnsupportedError
+        If the driver rejects one.
+    """
+    if not spec.uses_tma:
+        return None
     maps = maps_of(
         GqaTensorMapLayout(
             spec=spec,
@@ -181,7 +195,7 @@ def make_sm90_launcher(
         maps(*_base_addresses(args, problem))
     except DriverError as error:
         raise UnsupportedError(f"MLAGEN_GQA_KERNEL=sm90: {error}; {_COVERED}") from error
-    return _make_launcher(args, problem, plan, spec, named(plan, _SM90), maps=maps)
+    return maps
 
 
 def _make_launcher(
@@ -221,7 +235,7 @@ def _make_launcher(
         named(problem, f"{_OF_PROBLEM} {_OF_VARIANT}"),
     )
     alignment = max(alignment_of(args, cache) for cache in paged_caches(args))
-    if maps is not None:
+    if isinstance(spec, GqaSm90Spec):
         alignment = ALIGNMENT_BYTES
     facts = {"maps": maps, "cache_alignment": alignment}
     return make_launcher(GqaLauncher, args, problem, plan, spec, sources, _KNOWN, **facts)

@@ -73,7 +73,7 @@ def plan_gqa_sm90(spec: GqaSm90Spec, shape: ProblemShape, sm_count: int) -> GqaS
     m_tiles = -(-shape.q_len * shape.group_size // rows)
     ctas = shape.kv_heads // spec.kv_heads_per_cta * max(m_tiles, 1)
     max_size = max(m_tiles, _MAX_GROUP_TOKEN_BYTES // spec.token_bytes)
-    if spec.variant.sparse_block:  # KV heads share no tokens
+    if spec.variant.sparse_block and spec.uses_tma:  # KV heads share no tokens
         max_size = max(m_tiles, 1)
     cta_group_size = _cta_group_size(ctas, max_size, sm_count)
     num_tiles = ctas // cta_group_size

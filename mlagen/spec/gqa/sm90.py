@@ -67,6 +67,15 @@ _MAX_SPLITS = (256, 128, 64, 32, 16)
 _MAX_PARTIAL_BYTES = 512 * 1024  # of a CTA
 _OTHER_SHARED_BYTES = 1280  # of the other members in kernels/gqa_sm90/shared_memory.cuh
 
+_GATHER_WARPS = 2  # producer warps that gather tokens; each scheduler sub-partition has at most one
+_TMA_MAPS = parameters("TensorMap: key_map value_map")
+# Of a kernel that gathers, in their place.
+_KEY_PARAMETERS = parameters(
+    """
+    const unsigned char*: key_cache
+    i64: key_page_stride key_token_stride key_head_stride
+    """
+)
 
 _RANGE_SLOTS = 2  # partials of a CTA: of the split that its range begins with, and ends with
 
@@ -86,9 +95,9 @@ class GqaSm90Spec(GqaSpec):
 
     family: ClassVar[str] = "gqa_sm90"
     common_parameters: ClassVar[tuple[Parameter, ...]] = (
+        *_TMA_MAPS,
         *parameters(
             """
-            TensorMap: key_map value_map
             const u16*: query
             const unsigned char*: value_cache
             const int*: block_tables seq_lens cu_seqlens_q kv_indptr
@@ -125,10 +134,27 @@ class GqaSm90Spec(GqaSpec):
     kv_heads_per_cta: int = 1  # KV heads that a CTA processes at a time
 
     @property
+    def uses_tma(self) -> bool:
+        """Whether TMA loads the KV tiles; otherwise producer warps gather the tokens."""
+        return self.variant.sparse_block != 1
+
+    @property
+    def producer_warps(self) -> int:
+        """Warps that load KV tiles."""
+        return 1 if self.uses_tma else _GATHER_WARPS
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Fields of the kernel's parameter struct; tensor maps only with TMA."""
+        unused = () if self.uses_tma else _TMA_MAPS
+        return tuple(one for one in super().parameters if one not in unused)
+
+    @property
     def added_parameters(self) -> tuple[Parameter, ...]:
         """Parameters of this variant besides the common ones."""
         scales = CACHE_SCALE_PARAMETERS if self.scale_row_bytes else ()
-        return (*super().added_parameters, *scales)
+        keys = () if self.uses_tma else _KEY_PARAMETERS
+        return (*super().added_parameters, *scales, *keys)
 
     @property
     def split_tokens(self) -> int:
@@ -235,8 +261,8 @@ class GqaSm90Spec(GqaSpec):
 
     @property
     def box_tokens(self) -> int:
-        """Tokens per TMA box, all of one page."""
-        return math.gcd(self.variant.page_size, self.block_n)
+        """Tokens per TMA box, all of one page; gathered, of a KV block."""
+        return math.gcd(self.variant.page_size, self.block_n) if self.uses_tma else self.block_n
 
     @property
     def stages(self) -> int:
@@ -322,23 +348,27 @@ def gqa_sm90_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm90Spec | N
     row_bytes = (variant.kv_dtype.row_bytes(dims) for dims in (head_dim, head_dim_vo))
     is_covered = (
         arch.has_wgmma
-        and not variant.has_output_gate
         and not variant.has_head_tables
         and variant.kv_dtype in (variant.query_dtype, *QUANTIZED_DTYPES)
         and all(size % _ROW_STEP_BYTES == 0 for size in row_bytes)
         and (head_dim <= _MAX_PART_DIMS or head_dim == head_dim_vo == MAX_HEAD_DIM)
         and (variant.kv_dtype is not DType.NVFP4 or head_dim == head_dim_vo in HEAD_DIMS)
-        and variant.page_size % _MIN_BOX_TOKENS == 0
     )
     if not is_covered:
         return None
     spec = GqaSm90Spec(arch=arch, variant=variant, block_m=block_m_for(head_dim_vo, rows))
-    # An index names the page of a TMA box.
-    has_boxes = variant.sparse_block == variant.page_size == spec.box_tokens
-    has_more = spec.scale_row_bytes or variant.separate_page_ids
-    if variant.sparse_block and (has_more or not has_boxes):
-        return None
-    return spec
+    return spec if _loads(spec) else None
+
+
+def _loads(spec: GqaSm90Spec) -> bool:
+    """Return whether the kernel can load the KV tiles: by TMA, or a token at a time."""
+    variant = spec.variant
+    if not spec.uses_tma:
+        return not variant.batch_invariant
+    if variant.sparse_block:  # an index names the page of a TMA box
+        has_boxes = variant.sparse_block == variant.page_size == spec.box_tokens
+        return has_boxes and not spec.scale_row_bytes and not variant.separate_page_ids
+    return variant.page_size % _MIN_BOX_TOKENS == 0
 
 
 def with_all_heads(spec: GqaSm90Spec) -> list[GqaSm90Spec]:

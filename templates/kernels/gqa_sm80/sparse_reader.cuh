@@ -9,12 +9,6 @@
 #include "config.cuh"
 #include "work_item.cuh"
 
-// A token in the cache.
-struct SparseToken {
-  int page;  // -1: none
-  int slot;
-};
-
 // Lane l reads token l % kBlockN of the warp's KV blocks: an index two blocks ahead, its page id
 // one block ahead, so that no copy waits for one of the two dependent loads.
 struct SparseReader {

@@ -9,7 +9,7 @@
 #include "config.cuh"
 #include "epilogue.cuh"
 #include "fragments.cuh"
-#include "load.cuh"
+#include "load_q.cuh"
 #include "mask_v.cuh"
 #include "mma.cuh"
 #include "ptx/warp_matrix.cuh"
@@ -17,6 +17,7 @@
 #include "softmax.cuh"
 #include "softmax/gqa_score.cuh"
 #include "softmax/value_scaling.cuh"
+#include "sparse_tokens.cuh"
 #include "token_scales.cuh"
 #include "work_item.cuh"
 #include "work_pipeline.cuh"
@@ -109,12 +110,6 @@ __device__ inline void skip_stage(SharedMemoryPlan& smem, PipelineState<kStages>
   kv_pipe.advance();
 }
 
-// Tokens of a warp in a KV block of a sparse call that the query token attends to: the first ones.
-__device__ inline int sparse_tokens_of_warp(const int* tokens_of_boxes, int warp) {
-  const int first = first_token_of_warp(warp);
-  return min(tokens_of_boxes[first / kBoxTokens] - first % kBoxTokens, kWarpTokens);
-}
-
 // Processes work item `work_idx`, whose Q load is in flight, and issues the Q load of the next one.
 // Returns whether there is a next one.
 __device__ inline bool process_work(const Params& params, int warp, const GqaScore& score,
@@ -145,13 +140,13 @@ __device__ inline bool process_work(const Params& params, int warp, const GqaSco
       if (work.num_kv_blocks == 0) break;
     }
     const int end_token = first_token + kWarpTokens;
-    int sparse_tokens = 0;  // of this warp
+    SparseTokens::Type sparse_tokens = 0;  // of this warp
     if constexpr (kIsSparse) {
       wait(smem.kv_full[kv_pipe.index], kv_pipe.phase);
-      sparse_tokens = sparse_tokens_of_warp(smem.sparse_tokens[kv_pipe.index], warp);
+      sparse_tokens = SparseTokens::of_warp(smem.sparse_tokens[kv_pipe.index], warp);
     }
     const bool has_boundary = kIsSparse
-                                  ? sparse_tokens < kWarpTokens
+                                  ? sparse_tokens < SparseTokens::kAll
                                   : first_token < unmasked_kv_begin || end_token > unmasked_kv_end;
     if (has_boundary && (kIsSparse ? sparse_tokens <= 0
                                    : end_token <= work.kv_begin || first_token >= work.kv_end)) {
@@ -184,7 +179,9 @@ __device__ inline bool process_work(const Params& params, int warp, const GqaSco
     unsigned char* values = smem.kv[kv_pipe.index];
     wait(smem.kv_full[kv_pipe.index], kv_pipe.phase);
     if constexpr (kIsSparse) {
-      if (has_boundary) clear_sparse(sparse_tokens, warp, values);
+      if constexpr (kUsesTma) {
+        if (has_boundary) clear_sparse(sparse_tokens, warp, values);
+      }
     } else if (has_boundary && clear_masked(work, first_token, warp, values)) {
       smem.nonfinite_work[work_idx % 2] = work_idx;
     }

@@ -83,7 +83,8 @@ __device__ inline bool clear_masked(const WorkItem& work, int first_token, int w
   return __any_sync(~0u, has_nonfinite);
 }
 
-// Clears V of a sparse call from token `end` of the warp on: no row attends to these.
+// Clears V of a sparse call from token `end` of the warp on: no row attends to these. Gathered
+// tiles have zeros there.
 __device__ inline void clear_sparse(int end, int warp, unsigned char* tile) {
   using Parts = FiniteParts<false>;
 #pragma unroll 1

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "common/output_gate.cuh"
 #include "common/params.cuh"
 #include "common/store_vec4.cuh"
 #include "common/types.cuh"
@@ -30,9 +31,11 @@ __device__ inline void store_finished(const Params& params, const WorkItem& work
   const RowResult result =
       finish_row(partial.state.row_max, partial.state.row_sum, sink, params.lse_factor);
   const float factor = result.factor * scale;
-  const float4& out = partial.out;
   const i64 global_row = work.global_row(params, row);
-  store_x4(OutElement{}, params.out, global_row * kHeadDimVo + dim, out.x * factor, out.y * factor,
-           out.z * factor, out.w * factor);
+  const i64 offset = global_row * kHeadDimVo + dim;
+  float4 out = make_float4(partial.out.x * factor, partial.out.y * factor, partial.out.z * factor,
+                           partial.out.w * factor);
+  if constexpr (kHasOutputGate) out = gated_output(OutElement{}, params, offset, out);
+  store_x4(OutElement{}, params.out, offset, out.x, out.y, out.z, out.w);
   if (dim == 0 && params.lse != nullptr) params.lse[global_row] = result.lse;
 }

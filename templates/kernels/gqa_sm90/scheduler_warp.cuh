@@ -23,8 +23,8 @@ struct LaneSeqLens {
   __device__ LaneSeqLens(const Params& params, int first) {
 #pragma unroll
     for (int i = 0; i < kSeqsPerLane; ++i) {
-      lens[i] = kIsSparse ? params.max_tokens
-                          : ld_relaxed_gpu(params.seq_lens + min(first + i, params.num_seqs - 1));
+      lens[i] = load_seq_len(params, min(first + i, params.num_seqs - 1),
+                             [](const int* seq_len) { return ld_relaxed_gpu(seq_len); });
     }
   }
 

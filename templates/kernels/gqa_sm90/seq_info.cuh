@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/params.cuh"
+#include "common/sparse_blocks.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 
@@ -54,9 +55,19 @@ __device__ inline void set_kv_blocks(const Params& params, SeqInfo& seq_info, in
   }
 }
 
-// Length of a sequence, unchecked. A sparse call has the same for all: that of its indices.
+// Length of a sequence, unchecked, by `load`. Gathered, its tokens are as many as indices count;
+// blocks that indices name are as many as indices. A template: Params of a dense kernel lacks them.
+template <typename AnyParams, typename Load>
+__device__ inline int load_seq_len(const AnyParams& params, int seq_idx, Load load) {
+  if constexpr (kUsesTma) {
+    return kIsSparse ? params.max_tokens : load(params.seq_lens + seq_idx);
+  } else {
+    return load_num_indices(params, seq_idx, load);
+  }
+}
+
 __device__ inline int seq_len_of(const Params& params, int seq_idx) {
-  return kIsSparse ? params.max_tokens : params.seq_lens[seq_idx];
+  return load_seq_len(params, seq_idx, [](const int* seq_len) { return *seq_len; });
 }
 
 // `seq_len` is the unchecked entry of seq_lens.

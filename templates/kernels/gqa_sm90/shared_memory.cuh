@@ -10,6 +10,7 @@
 #include "ptx/sync.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "softmax/row_state.cuh"
+#include "sparse_tokens.cuh"
 #include "work_pipeline.cuh"
 
 static_assert(sizeof(RowState) == kRowStateBytes, "the host plans with it");
@@ -18,8 +19,10 @@ static_assert(sizeof(RowState) == kRowStateBytes, "the host plans with it");
 // spread over all banks.
 constexpr int kCombinePitch = kDimParts * kCombineDims + 4;
 
-// The producer warp arrives for the TMA boxes of a tile, and each of its lanes for scales.
-constexpr int kKvFullArrivals = 1 + (kHasScales ? kWarpLanes : 0);
+// The producer warp arrives for the TMA boxes of a tile, and each of its lanes for scales. Of those
+// that gather, each lane arrives for its copies, and each warp for its plain stores.
+constexpr int kKvFullArrivals =
+    kUsesTma ? 1 + (kHasScales ? kWarpLanes : 0) : kProducerWarps * (kWarpLanes + 1);
 
 struct SharedMemoryPlan {
   unsigned char kv[kStages][kStageBytes];  // K, V, K, ...
@@ -35,10 +38,18 @@ struct SharedMemoryPlan {
   u32 nonfinite_work[2];  // last even and last odd work_idx with non-finite V to restore
   int is_last_split;
   ScheduleRange range;  // of this CTA, for the combine of fixed splits
-  // Of a sparse call: tokens that the query token attends to in each box of a stage of K.
-  int sparse_tokens[kStages][kIsSparse ? kBoxesPerKvBlock : 1];
+  SparseTokens::Type sparse_tokens[kStages][kIsSparse ? SparseTokens::kEntries : 1];  // of K
 };
 static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec computes the size of the struct");
+
+// A template: Params of a kernel without TMA lacks the maps.
+template <typename TmaParams>
+__device__ inline void prefetch_maps(const TmaParams& params) {
+  if constexpr (kUsesTma) {
+    prefetch_tensormap(&params.key_map);
+    prefetch_tensormap(&params.value_map);
+  }
+}
 
 // Called by one warp, before the first CTA-wide barrier publishes the mbarriers.
 __device__ inline void init_barriers(const Params& params, SharedMemoryPlan& smem) {
@@ -50,8 +61,7 @@ __device__ inline void init_barriers(const Params& params, SharedMemoryPlan& sme
     smem.work_pipeline.init_barriers();
     fence_mbarrier_init();
     smem.nonfinite_work[0] = smem.nonfinite_work[1] = ~0u;
-    prefetch_tensormap(&params.key_map);
-    prefetch_tensormap(&params.value_map);
+    prefetch_maps(params);
   }
   __syncwarp();
 }

@@ -7,7 +7,7 @@
 #include "config.cuh"
 #include "convert_q.cuh"
 #include "fragments.cuh"
-#include "load.cuh"
+#include "load_q.cuh"
 #include "mma.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
@@ -15,6 +15,7 @@
 #include "softmax/gqa_score.cuh"
 #include "softmax/online_softmax.cuh"
 #include "softmax/row_state.cuh"
+#include "sparse_tokens.cuh"
 #include "work_item.cuh"
 
 // Row sums cover this lane's tokens only.
@@ -179,13 +180,13 @@ __device__ inline void mask_scores(const Params& params, const WorkItem& work, i
   if (params.draft_mask != nullptr) apply_draft_mask(params, work, first_token, scores);
 }
 
-// Masks the scores of a sparse call from token `end` of the warp on, for all rows.
-__device__ inline void mask_sparse_scores(int end, Scores& scores) {
+// Masks the scores of the other tokens of a sparse call, for all rows.
+__device__ inline void mask_sparse_scores(SparseTokens::Type tokens, Scores& scores) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (token_of_lane(step, half) < end) continue;
+      if (SparseTokens::has(tokens, token_of_lane(step, half))) continue;
 #pragma unroll
       for (int n = 0; n < kRowGroups; ++n) {
         scores[step][n][half * 2] = scores[step][n][half * 2 + 1] = -kInfinity;

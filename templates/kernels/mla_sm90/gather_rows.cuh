@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "common/paged_kv.cuh"
 #include "common/registers.cuh"
 #include "common/smem_layout.cuh"
 #include "common/types.cuh"
@@ -19,10 +20,6 @@ constexpr int kLanesPerRow = kTileRowBytes / kChunkBytes;
 constexpr int kTokensPerCopy = kWarpLanes / kLanesPerRow;
 constexpr int kTokensPerLane = kTokensPerProducerWarp / kTokensPerCopy;
 constexpr int kSwizzleRows = 8;  // rows so far apart have the same permutation of chunks
-
-// What createpolicy_evict_first returns. Copies take a policy from uniform registers, where only a
-// constant is without an instruction per copy.
-constexpr u64 kEvictFirst = 0x12f0000000000000;
 
 // This lane's chunk of the first tile of each of its tokens in the cache.
 struct ChunkSources {

@@ -722,6 +722,10 @@ __device__ inline bool is_valid_page(int page, int num_pages) {
   return static_cast<u32>(page) < static_cast<u32>(num_pages);
 }
 
+// What createpolicy_evict_first returns. Copies take a policy from uniform registers, where only a
+// constant is without an instruction per copy.
+constexpr u64 kEvictFirst = 0x12f0000000000000;
+
 // Evict-first keeps Q and partial O resident and avoids write-backs between reads, which cost far
 // more bandwidth than their bytes. Two CTAs that read a tile still meet in L2; more drift apart.
 __device__ inline u64 kv_cache_hint(int readers) {
@@ -859,17 +863,29 @@ __device__ inline const int* block_indices_of(const SparseParams& params, int to
          kv_head * params.indices_head_stride;
 }
 
-// How many of them count.
-template <typename SparseParams>
-__device__ inline int num_indices_of(const SparseParams& params, int token) {
+// How many of them count, unchecked; `load` reads a number.
+template <typename SparseParams, typename Load>
+__device__ inline int load_num_indices(const SparseParams& params, int token, Load load) {
   int count = params.num_indices;
   if (params.block_tables == nullptr) {
-    count = params.seq_lens[token];
+    count = load(params.seq_lens + token);
   } else if (params.has_index_counts) {
-    count = params.block_indices[token * params.indices_stride + params.num_indices];
+    count = load(params.block_indices + token * params.indices_stride + params.num_indices);
   }
+  return count;
+}
+
+template <typename SparseParams>
+__device__ inline int num_indices_of(const SparseParams& params, int token) {
+  const int count = load_num_indices(params, token, [](const int* number) { return *number; });
   return max(min(count, params.num_indices), 0);
 }
+
+// A token in the cache that an index names.
+struct SparseToken {
+  int page;  // -1: none
+  int slot;
+};
 
 // Work item of a CTA: its query rows, its slice of the output dims, its split of the KV tokens,
 // and the shared memory plan.
@@ -1506,12 +1522,6 @@ __device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 bar
 }
 
 // Reader of the block indices of a query token and of its block table, for the warp's KV blocks.
-
-// A token in the cache.
-struct SparseToken {
-  int page;  // -1: none
-  int slot;
-};
 
 // Lane l reads token l % kBlockN of the warp's KV blocks: an index two blocks ahead, its page id
 // one block ahead, so that no copy waits for one of the two dependent loads.

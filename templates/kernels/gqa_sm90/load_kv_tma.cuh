@@ -1,4 +1,4 @@
-// Loads of a work item: Q by the consumer warps, K and V tiles by the producer warp.
+// Loads of K and V tiles by TMA, in boxes of a page.
 
 #pragma once
 
@@ -7,108 +7,12 @@
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "convert_q.cuh"
-#include "fragments.cuh"
-#include "mma.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/load.cuh"
 #include "ptx/sync.cuh"
+#include "scale_rows.cuh"
 #include "shared_memory.cuh"
 #include "sparse_boxes.cuh"
 #include "work_item.cuh"
-#include "work_pipeline.cuh"
-
-// Q is loaded in fragment order: into registers, or into shared memory for all warps. Q in
-// registers is prefetched before its work item begins, because latency is high while memory is
-// busy.
-__device__ inline void load_q_row(const Params& params, const WorkItem& work, int group,
-                                  QFragment& fragment) {
-  const int row = q_fragment_row(group);
-  const bool is_row = row < work.rows;
-  const i64 token = work.first_query + (is_row ? work.query_of(params, row) : 0);
-  const int head = is_row ? work.head_of(params, row) : 0;
-  const u16* source = params.query + token * params.query_stride + head * params.query_head_stride;
-#pragma unroll
-  for (int k = 0; k < kDimTiles; ++k) {
-    fragment[k] = is_row ? load_q_fragment(source, k) : make_uint2(0, 0);
-  }
-}
-
-struct QueryFragments {
-  static constexpr bool kPrefetchesQ = true;
-
-  QFragment rows[kRowGroups];
-  QFragment next_rows[kRowGroups];  // of the next item, in flight
-  float inverse_scale[kRowGroups];  // of this lane's row of each group
-
-  __device__ explicit QueryFragments(const SharedMemoryPlan&) {}
-
-  // Issues the loads of all rows; every warp calls it.
-  __device__ void prefetch(const Params& params, const WorkItem& work, int) {
-#pragma unroll
-    for (int n = 0; n < kRowGroups; ++n) load_q_row(params, work, n, next_rows[n]);
-  }
-
-  __device__ void load(const Params&, const WorkItem&, int, SharedMemoryPlan&) {
-#pragma unroll
-    for (int n = 0; n < kRowGroups; ++n) {
-#pragma unroll
-      for (int k = 0; k < kDimTiles; ++k) rows[n][k] = next_rows[n][k];
-      inverse_scale[n] = convert_q_row(rows[n]);
-    }
-  }
-
-  __device__ uint2 at(int group, int k) const { return rows[group][k]; }
-
-  // Inverse Q scale of the row in column `r` of a lane's accumulators.
-  __device__ float inverse_scale_of(int group, int r) const {
-    return kScalesQ ? __shfl_sync(~0u, inverse_scale[group], row_of(0, r) * 4) : 1.0f;
-  }
-};
-
-struct SharedQuery {
-  static constexpr bool kPrefetchesQ = false;
-
-  const SharedMemoryPlan& smem;
-
-  __device__ explicit SharedQuery(const SharedMemoryPlan& target) : smem(target) {}
-
-  __device__ void prefetch(const Params&, const WorkItem&, int) {}
-
-  // Called by all consumers; the first kRowGroups warps load a row group each.
-  __device__ void load(const Params& params, const WorkItem& work, int warp,
-                       SharedMemoryPlan& target) {
-    // No warp may still read the previous Q. Consumers that combine have synced since the main
-    // loop; publish_partials does not sync them.
-    if constexpr (kUsesEpilogueWarps)
-      named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
-    if (warp < kRowGroups) {
-      QFragment fragment;
-      load_q_row(params, work, warp, fragment);
-      const float inverse_scale = convert_q_row(fragment);
-      if (lane_index() % 4 == 0) target.query_inverse_scales[q_fragment_row(warp)] = inverse_scale;
-#pragma unroll
-      for (int k = 0; k < kDimTiles; ++k) target.query[warp][k][lane_index()] = fragment[k];
-    }
-    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
-  }
-
-  __device__ uint2 at(int group, int k) const { return smem.query[group][k][lane_index()]; }
-
-  __device__ float inverse_scale_of(int group, int r) const {
-    return kScalesQ ? smem.query_inverse_scales[row_of(group, r)] : 1.0f;
-  }
-};
-
-template <bool kInRegs>
-struct QueryChoice {
-  using Type = QueryFragments;
-};
-template <>
-struct QueryChoice<false> {
-  using Type = SharedQuery;
-};
-using Query = QueryChoice<kQueryInRegs>::Type;
 
 // K and V come through the TMA pipeline. Each lane issues one TMA box of every
 // kKvBlocksPerWindow-th KV block, and prefetches its page id.
@@ -183,15 +87,6 @@ struct KvTmaBoxes {
   }
 };
 
-// Copies a row of scales to shared memory, or zeroes it.
-template <int kBytes>
-__device__ inline void copy_scale_row(u32 target, const void* source, bool exists) {
-  const u32 bytes = exists ? kBytes : 0;
-  if constexpr (kBytes == 4) cp_async_ca_4(target, source, bytes);
-  if constexpr (kBytes == 8) cp_async_ca_8(target, source, bytes);
-  if constexpr (kBytes == 16) cp_async_cg_16(target, source, bytes);
-}
-
 // Scales of the tokens of TMA boxes, of their blocks or of themselves, copied behind their tiles by
 // all lanes: TMA would need strides of 16 bytes. Every lane has the addresses of its box, so that a
 // row takes few instructions of the one producer warp.
@@ -219,23 +114,10 @@ struct KvScales {
         page = exists ? own_page : 0;
         slot = exists ? tma_boxes.box * kBoxTokens % kPageSize : 0;
       }
-      const PagedRows rows = rows_of(params, kv);
+      const PagedRows rows = scale_rows(params, kv);
       boxes[kv] =
-          reinterpret_cast<u64>(rows.row_of(page, slot) + kv_head * head_stride(params, kv));
+          reinterpret_cast<u64>(rows.row_of(page, slot) + kv_head * scale_head_stride(params, kv));
     }
-  }
-
-  template <typename ScaleParams>
-  __device__ static PagedRows rows_of(const ScaleParams& params, int kv) {
-    return kv == 0 ? PagedRows{params.key_scales, params.key_scale_page_stride,
-                               params.key_scale_token_stride}
-                   : PagedRows{params.value_scales, params.value_scale_page_stride,
-                               params.value_scale_token_stride};
-  }
-
-  template <typename ScaleParams>
-  __device__ static i64 head_stride(const ScaleParams& params, int kv) {
-    return kv == 0 ? params.key_scale_head_stride : params.value_scale_head_stride;
   }
 
   // Of K or V of the KV block whose first box is that of lane `first_lane`; arrives at `full` when
@@ -243,15 +125,13 @@ struct KvScales {
   template <typename ScaleParams>
   __device__ void load(const ScaleParams& params, int kv, int first_lane, unsigned char* target,
                        u32 full) const {
-    const PagedRows rows = rows_of(params, kv);
-    const i64 to_head = head_stride(params, kv);
+    const PagedRows rows = scale_rows(params, kv);
+    const i64 to_head = scale_head_stride(params, kv);
     const int row = lane_index() % kBoxRows;
     const u64 own = row / kKvHeadsPerCta * rows.token_stride + row % kKvHeadsPerCta * to_head;
     target += lane_index() % kKvHeadsPerCta * kScaleHeadBytes +
               lane_index() / kKvHeadsPerCta * kScaleRowBytes;
-    const u64 alignment =
-        reinterpret_cast<u64>(rows.rows) | rows.page_stride | rows.token_stride | to_head;
-    if (!kHasTokenScales && alignment % kScaleRowBytes != 0) {
+    if (!has_aligned_scales(rows, to_head)) {
       load_bytes(kv, first_lane, own, rows.token_stride, target, full);
       return;
     }
@@ -346,42 +226,4 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
   }
 }
 
-// Loads the KV blocks of all work items.
-__device__ inline void producer_loop(const Params& params, SharedMemoryPlan& smem) {
-  const WorkPipeline& work_pipeline = smem.work_pipeline;
-  WorkItem work;
-  KvTmaBoxes boxes;
-  do {
-    __syncwarp();
-    named_barrier_sync(NamedBarrier::FirstWorkReady, kThreads);
-    work = work_pipeline.at(0, 0);
-    pdl_wait();
-    boxes = KvTmaBoxes(params, work);
-    __syncwarp();
-    named_barrier_sync(NamedBarrier::FirstWorkChecked, kThreads);
-  } while (!smem.is_first_work_valid);
-  pdl_launch_dependents();
-  PipelineState<kStages> kv_pipe;
-#pragma unroll 1
-  for (u32 work_idx = 0; !work.is_none();) {
-    load_work(params, work, boxes, smem, kv_pipe);
-    work_pipeline.release(work_idx);
-    work_pipeline.wait_full(++work_idx);
-    work = work_pipeline.at(work_idx, 0);
-    boxes = KvTmaBoxes(params, work);
-  }
-}
-
-// Prefetches the block tables of all sequences into L2. The consumers call it: one cache line per
-// thread, so it covers at most as many lines as there are consumer threads in the grid.
-__device__ inline void prefetch_block_table(const Params& params, int thread) {
-  if constexpr (kIsSparse) return;  // it reads little of them
-  constexpr int kIdsPerCacheLine = 32;
-  const u32 lines_per_seq = static_cast<u32>(ceil_div(params.max_pages, kIdsPerCacheLine));
-  const u32 cache_line = blockIdx.x * kConsumerThreads + thread;
-  if (lines_per_seq == 0) return;
-  const u32 seq_idx = cache_line / lines_per_seq;
-  if (seq_idx >= params.num_seqs) return;
-  prefetch_l2(params.block_tables + seq_idx * static_cast<i64>(params.block_tables_stride) +
-              (cache_line - seq_idx * lines_per_seq) * kIdsPerCacheLine);
-}
+using KvSource = KvTmaBoxes;
