@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -116,11 +117,19 @@ def digest_of(name: str) -> str:
     return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
 
 
-def test_another_process_computes_the_same_bits() -> None:
-    """Of both families."""
-    names = ("mla, 128 heads", "gqa over e4m3")
+def test_other_processes_and_gpus_of_one_model_compute_the_same_bits() -> None:
+    """By all sm90 kernels: a process for each GPU that is like the first one."""
+    names = ("mla, 128 heads", "mla in e4m3, 16 heads", "two pools, 64 heads", "gqa over e4m3")
     program = f"from {__name__} import digest_of\nfor n in {names}: print(digest_of(n))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    assert done.stdout.split() == [digest_of(name) for name in names]
+    models = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    here = [digest_of(name) for name in names]
+    for index in [index for index, model in enumerate(models) if model == models[0]]:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": str(index)},
+        )
+        assert done.stdout.split() == here, f"GPU {index}"
