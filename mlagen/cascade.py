@@ -201,13 +201,7 @@ def _may_launch(*tensors: torch.Tensor) -> bool:
 
 
 def check_values(value: object, argument: str, dims: int) -> torch.Tensor:
-    """Return partial outputs of ``dims`` dimensions.
-
-    Raises
-    ------
-    ArgumentError
-        If they break a rule.
-    """
+    """Return partial outputs of ``dims`` dimensions."""
     values = require_tensor(value, argument)
     require_dims(values, argument, (dims,))
     require_dtype(values, argument, VALUE_DTYPES)
@@ -217,10 +211,7 @@ def check_values(value: object, argument: str, dims: int) -> torch.Tensor:
 def check_like(value: object, argument: str, values: torch.Tensor, of: str) -> torch.Tensor:
     """Return partial outputs like ``values``.
 
-    Raises
-    ------
-    ArgumentError
-        If they differ in device, dtype or shape.
+    Raises ArgumentError if they differ in device, dtype or shape.
     """
     other = check_values(value, argument, values.dim())
     require_device(other, argument, values.device)
@@ -230,13 +221,7 @@ def check_like(value: object, argument: str, values: torch.Tensor, of: str) -> t
 
 
 def check_lse(value: object, argument: str, values: torch.Tensor, of: str) -> torch.Tensor:
-    """Return the LSE of the rows of ``values`` in fp32; another floating-point dtype is converted.
-
-    Raises
-    ------
-    ArgumentError
-        If it breaks a rule.
-    """
+    """Return the LSE of the rows of ``values``, converted to fp32 if it has another dtype."""
     lse = require_tensor(value, argument)
     require_device(lse, argument, values.device)
     require_dtype(lse, argument, (torch.float32, *DTYPES, torch.float64))

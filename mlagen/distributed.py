@@ -291,11 +291,8 @@ class _Exchange(NamedTuple):
     def combine(self, base: str, group: dist.ProcessGroup | None) -> States:
         """Send each rank the results of its heads, and return those of this rank, combined.
 
-        Raises
-        ------
-        ArgumentError
-            If another rank rejected the call, and reading the messages waits for no GPU, or
-            ``MLAGEN_CHECK=1`` allows it.
+        Raises ArgumentError if another rank rejected the call, and reading the messages waits for
+        no GPU, or ``MLAGEN_CHECK=1`` allows it.
         """
         is_eager = not (is_compiling() or is_traced())
         dist.all_to_all_single(self.received, self.sent, group=group)

@@ -49,10 +49,7 @@ class Outcome:
 def key_of(spec: KernelSpec) -> CacheKey:
     """Return the cache key of ``spec`` for the toolchain of the settings; renders nothing.
 
-    Raises
-    ------
-    ToolchainError
-        If that toolchain is not installed.
+    Raises ToolchainError if that toolchain is not installed.
     """
     settings = current_settings()
     return _key_of(spec, wanted_toolchain(settings.toolchain), settings.line_info)
@@ -76,14 +73,9 @@ def _key_of(spec: KernelSpec, toolchain: str, line_info: bool = False) -> CacheK
 def find_or_build(spec: KernelSpec, *, created_by: str = "jit") -> Outcome:
     """Return the cache entry of ``spec``, compiling it if it is missing; needs no GPU.
 
-    Raises
-    ------
-    MissError
-        If it is missing and this process may not compile, or has no NVRTC.
-    ToolchainError
-        If NVRTC does not know the architecture.
-    CompileError
-        If NVRTC rejects the kernel.
+    Raises MissError if it is missing and this process may not compile, or has no NVRTC;
+    ToolchainError if NVRTC does not know the architecture; CompileError if NVRTC rejects the
+    kernel.
     """
     start = time.perf_counter()
     key, store = key_of(spec), kernel_store()
@@ -102,16 +94,8 @@ def build_missing(
     """Return the cache entry of ``spec`` after a look-up that missed for a reason.
 
     Under its lock, the kernel is looked up once more. ``compiler`` compiles in place of NVRTC in
-    this process.
-
-    Raises
-    ------
-    MissError
-        If this process may not compile, or has no NVRTC.
-    ToolchainError
-        If NVRTC does not know the architecture.
-    CompileError
-        If NVRTC rejects the kernel.
+    this process. Raises MissError if this process may not compile, or has no NVRTC; ToolchainError
+    if NVRTC does not know the architecture; CompileError if NVRTC rejects the kernel.
     """
     start = time.perf_counter()
     key, store = key_of(spec), kernel_store()
@@ -148,12 +132,8 @@ def _outcome(spec: KernelSpec, entry: CacheEntry, start: float, *, built: bool) 
 def kernel_for(spec: KernelSpec, device: int) -> LoadedKernel:
     """Return the kernel of ``spec``, loaded on GPU ``device``; loaded kernels need one dict lookup.
 
-    Raises
-    ------
-    CaptureError
-        If it is not loaded yet during CUDA graph capture.
-    DriverError
-        If the driver rejects it.
+    Raises CaptureError if it is not loaded yet during CUDA graph capture; DriverError if the driver
+    rejects it.
     """
     if kernel := _loaded.get((spec, device)):
         return kernel
@@ -197,12 +177,8 @@ def prewarm_advice(spec: KernelSpec) -> str:
 def build_spec(spec: KernelSpec, nvrtc: Nvrtc, compiler: Compiler | None = None) -> Build:
     """Render and compile ``spec`` as the settings say; looks into no cache.
 
-    Raises
-    ------
-    ToolchainError
-        If NVRTC does not know the architecture.
-    CompileError
-        If NVRTC rejects the kernel.
+    Raises ToolchainError if NVRTC does not know the architecture; CompileError if NVRTC rejects the
+    kernel.
     """
     # Imported here: a warm process loads no Jinja and no NVRTC. Forks are deferred: a child forked
     # during an import or a template load would wait for its lock for ever.

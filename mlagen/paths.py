@@ -69,12 +69,8 @@ def require_regular(path: Path) -> None:
 def open_named(path: Path) -> IO[bytes]:
     """Open a user-named regular file for reading.
 
-    Raises
-    ------
-    OSError
-        If it is no regular file, or is unreadable.
-    ValueError
-        If the path contains a null character.
+    Raises OSError if it is no regular file, or is unreadable; ValueError if the path contains a
+    null character.
     """
     require_regular(path)
     file = os.fdopen(os.open(path, os.O_RDONLY | _FLAGS), "rb")
@@ -89,12 +85,8 @@ def open_named(path: Path) -> IO[bytes]:
 def read_named(path: Path, *, max_bytes: int = MAX_NAMED_BYTES) -> bytes:
     """Return the content of a user-named regular file.
 
-    Raises
-    ------
-    OSError
-        If it is no regular file, exceeds ``max_bytes``, or is unreadable.
-    ValueError
-        If the path contains a null character.
+    Raises OSError if it is no regular file, exceeds ``max_bytes``, or is unreadable; ValueError if
+    the path contains a null character.
     """
     with open_named(path) as file:
         content = file.read(max_bytes + 1)
@@ -108,14 +100,9 @@ def append_named(
 ) -> None:
     """Append a line to a user-named regular file in one write; create it if it does not exist.
 
-    ``check`` gets the status of the open file, and raises for one that must not be written.
-
-    Raises
-    ------
-    OSError
-        If it is no regular file, or is not writable.
-    ValueError
-        If the path contains a null character.
+    ``check`` gets the status of the open file, and raises for one that must not be written. Raises
+    OSError if it is no regular file, or is not writable; ValueError if the path contains a null
+    character.
     """
     with suppress(FileNotFoundError):  # open creates the file, or raises for a missing folder
         require_regular(path)

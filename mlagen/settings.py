@@ -67,10 +67,7 @@ class Settings:
 def read_settings(environ: Mapping[str, str]) -> Settings:
     """Return the settings of ``environ``.
 
-    Raises
-    ------
-    ArgumentError
-        If the value of a variable breaks its rule.
+    Raises ArgumentError if the value of a variable breaks its rule.
     """
     read = {
         field: reader(name, environ.get(name, "")) for field, (name, reader) in _VARIABLES.items()
@@ -84,10 +81,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
 def read_size(name: str, text: str) -> int:
     """Return a size such as ``500M`` or ``1.5 GiB`` in bytes; units are powers of 1024.
 
-    Raises
-    ------
-    ArgumentError
-        If it is no size; the message begins with ``name``.
+    Raises ArgumentError if it is no size; the message begins with ``name``.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:

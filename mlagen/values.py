@@ -202,10 +202,7 @@ def _index(value: Any) -> int | None:
 def _real(value: Any) -> float | None:
     """Return a real number as a float; None for another value.
 
-    Raises
-    ------
-    OverflowError
-        If it exceeds the range of float.
+    Raises OverflowError if it exceeds the range of float.
     """
     if isinstance(value, float):
         return float.__float__(value)

@@ -52,10 +52,7 @@ class Change:
 def parse_tolerance(text: str) -> float:
     """Return a percentage such as ``3%`` as a fraction.
 
-    Raises
-    ------
-    ArgumentError
-        If it is none, or negative.
+    Raises ArgumentError if it is none, or negative.
     """
     try:
         value = float(text.removesuffix("%")) / 100
@@ -69,10 +66,7 @@ def parse_tolerance(text: str) -> float:
 def read_document(argument: str, path: Path) -> dict[str, Any]:
     """Return what ``mlagen bench --json`` wrote.
 
-    Raises
-    ------
-    ArgumentError
-        If the file is no such document; the message has the place in it.
+    Raises ArgumentError if the file is no such document; the message has the place in it.
     """
     if not is_regular(path):
         got = path if os.path.lexists(path) else f"none: {path}"
@@ -140,10 +134,7 @@ def choose_rows(
 ) -> dict[str, Any]:
     """Return the document with the rows of ``cases`` and ``modes`` only; None chooses all.
 
-    Raises
-    ------
-    ArgumentError
-        If none is left.
+    Raises ArgumentError if none is left.
     """
     labels = None if cases is None else {case.label for case in cases}
     rows = [
@@ -159,10 +150,7 @@ def choose_rows(
 def changes_since(earlier: Mapping[str, Any], document: Mapping[str, Any]) -> list[Change]:
     """Return the change of each right result of ``earlier`` whose case ``document`` has too.
 
-    Raises
-    ------
-    ArgumentError
-        If the documents are of two GPUs, or have no case in common.
+    Raises ArgumentError if the documents are of two GPUs, or have no case in common.
     """
     if earlier["gpu"] != document["gpu"]:
         raise ArgumentError(

@@ -33,12 +33,8 @@ _STYLE: dict[Any, Any] = {
 def require_plot(path: Path) -> None:
     """Reject a plot that cannot be written, before the measurements.
 
-    Raises
-    ------
-    ArgumentError
-        If ``path`` is no SVG or PNG file in a writable folder.
-    UnsupportedError
-        If matplotlib is not installed.
+    Raises ArgumentError if ``path`` is no SVG or PNG file in a writable folder; UnsupportedError if
+    matplotlib is not installed.
     """
     if path.suffix.lower() not in _SUFFIXES:
         raise ArgumentError(f"plot: expected a name that ends in .svg or .png, got {path}")

@@ -150,12 +150,8 @@ def _combinations(
 def case_of(family: str, *, is_ragged: bool = False, **given: Any) -> Case:
     """Return a checked case of the ``given`` values, with defaults for the rest.
 
-    Raises
-    ------
-    ArgumentError
-        If a dtype is unknown, or values are inconsistent.
-    UnsupportedError
-        If no kernel covers the case.
+    Raises ArgumentError if a dtype is unknown, or values are inconsistent; UnsupportedError if no
+    kernel covers the case.
     """
     facts = {**DEFAULTS[family], **given}
     kv_heads = facts.pop("kv_heads", 1)

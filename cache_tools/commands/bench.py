@@ -257,12 +257,8 @@ def _measure(
 def _machine(compare: list[str] | None, libraries: Path | None) -> Machine:
     """Return the current GPU as the measuring machine.
 
-    Raises
-    ------
-    UnsupportedError
-        If there is none, torch does not detect it, or a library to compare with is not found.
-    ArgumentError
-        If no kernel supports it.
+    Raises UnsupportedError if there is none, torch does not detect it, or a library to compare with
+    is not found; ArgumentError if no kernel supports it.
     """
     from mlagen.runtime.device import visible_devices
     from mlagen.spec.arch import arch_of_capability

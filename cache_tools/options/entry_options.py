@@ -140,12 +140,8 @@ def chosen_entries(
     """Return the named entries that match the filters, each kernel once, sorted by key.
 
     A damaged entry without a readable manifest matches every target and family: it may be a
-    requested one, and its damage shows when it is read.
-
-    Raises
-    ------
-    ArgumentError
-        If a key names no entry, a filter value matches none, or the selection is empty.
+    requested one, and its damage shows when it is read. Raises ArgumentError if a key names no
+    entry, a filter value matches none, or the selection is empty.
     """
     found = list(_named(store, keys, layers=layers))
     for label, values in (choice or Choice()).requested().items():

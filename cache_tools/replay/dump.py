@@ -76,10 +76,8 @@ class Dump:
 def read_dump(path: Path) -> Dump:
     """Return the dump in a JSON file, with the contents in the file beside it.
 
-    Raises
-    ------
-    ArgumentError
-        If it cannot be read or is no whole dump; the message names the file and what is wrong.
+    Raises ArgumentError if it cannot be read or is no whole dump; the message names the file and
+    what is wrong.
     """
     try:
         data = json.loads(read_named(path, max_bytes=MAX_JSON_BYTES))
@@ -100,10 +98,7 @@ def read_dump(path: Path) -> Dump:
 def rebuilt(dump: Dump, gpu: torch.device | None) -> dict[str, dict[str, Any]]:
     """Return the arguments of each part; tensors that were on a GPU are on ``gpu``, if any.
 
-    Raises
-    ------
-    ArgumentError
-        If they are not those of a call, or do not fit into memory.
+    Raises ArgumentError if they are not those of a call, or do not fit into memory.
     """
     if not dump.contents and any(not is_workspace(name) for name, _ in dump.tensors()):
         rule = "contents (MLAGEN_DUMP_TENSORS=1, at most 4 GiB, outside of a capture)"

@@ -90,10 +90,7 @@ class Outcome:
 def replay(dump: Dump) -> Outcome:
     """Run the call of a dump, on the GPU if it was on one and there is one.
 
-    Raises
-    ------
-    ArgumentError
-        If the dump cannot be rebuilt on this machine.
+    Raises ArgumentError if the dump cannot be rebuilt on this machine.
     """
     if dump.entry not in {*_FUNCTIONS, *_METHODS}:
         names = ", ".join((*_FUNCTIONS, *_METHODS))

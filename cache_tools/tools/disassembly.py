@@ -18,10 +18,8 @@ _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z]\w*)")
 def sass_of(cubin: bytes, name: str) -> str:
     """Return the SASS of a cubin; ``name`` stands for it in a message.
 
-    Raises
-    ------
-    ToolchainError
-        If nvdisasm is not installed, does not run, or does not know the cubin's architecture.
+    Raises ToolchainError if nvdisasm is not installed, does not run, or does not know the cubin's
+    architecture.
     """
     tool = find_nvdisasm()
     with NamedTemporaryFile(suffix=".cubin") as file:
@@ -48,10 +46,7 @@ def opcodes_of(sass: str) -> dict[str, int]:
 def find_nvdisasm() -> Path:
     """Return nvdisasm from a wheel, a conda environment, a CUDA toolkit or the PATH.
 
-    Raises
-    ------
-    ToolchainError
-        If there is none; the message names the package to install.
+    Raises ToolchainError if there is none; the message names the package to install.
     """
     from cuda.pathfinder import find_nvidia_binary_utility
 

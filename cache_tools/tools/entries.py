@@ -20,13 +20,9 @@ if TYPE_CHECKING:
 def entries_of(store: KernelStore, name: str) -> list[StoredEntry]:
     """Return the entries of the one key that begins with ``name``, one for each toolchain.
 
-    ``name`` may end with ``/`` and a toolchain, to mean that entry alone. An entry of
-    several layers is returned once, from the layer that calls load it from.
-
-    Raises
-    ------
-    ArgumentError
-        If no key or more than one key begins with it.
+    ``name`` may end with ``/`` and a toolchain, to mean that entry alone. An entry of several
+    layers is returned once, from the layer that calls load it from. Raises ArgumentError if no key
+    or more than one key begins with it.
     """
     prefix, slash, toolchain = name.partition("/")
     found = store.select(prefix.lower())
@@ -47,10 +43,8 @@ def entries_of(store: KernelStore, name: str) -> list[StoredEntry]:
 def entry_of(store: KernelStore, name: str) -> StoredEntry:
     """Return the single entry that ``name`` identifies.
 
-    Raises
-    ------
-    ArgumentError
-        If there is none, or several compilers built it and ``name`` has no toolchain.
+    Raises ArgumentError if there is none, or several compilers built it and ``name`` has no
+    toolchain.
     """
     found = entries_of(store, name)
     if len(found) > 1:
@@ -63,10 +57,7 @@ def entry_of(store: KernelStore, name: str) -> StoredEntry:
 def require_valid(stored: StoredEntry) -> dict[str, Any]:
     """Return an entry as JSON data after every file matches its digest.
 
-    Raises
-    ------
-    CacheError
-        If a file does not match, or the manifest does not describe a kernel.
+    Raises CacheError if a file does not match, or the manifest does not describe a kernel.
     """
     from mlagen.cache.store import verify
 

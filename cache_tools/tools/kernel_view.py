@@ -79,14 +79,9 @@ class KernelView:
     def of(cls, spec: KernelSpec) -> KernelView:
         """Return the cached kernel of ``spec``, or compile it; the cache is not changed.
 
-        Raises
-        ------
-        ToolchainError
-            If it is not cached and NVRTC is missing or another one than the settings want.
-        CompileError
-            If NVRTC rejects the kernel.
-        CacheError
-            If its cached cubin, as that of a bundle may be, is no whole ELF file.
+        Raises ToolchainError if it is not cached and NVRTC is missing or another one than the
+        settings want; CompileError if NVRTC rejects the kernel; CacheError if its cached cubin, as
+        that of a bundle may be, is no whole ELF file.
         """
         from mlagen.cache.store import kernel_store
         from mlagen.engine import build_spec, key_of
@@ -209,10 +204,7 @@ def tile_of(spec: KernelSpec) -> dict[str, int]:
 def code_bytes(cubin: bytes) -> int:
     """Return the size of the SASS: of the ``.text`` sections of an ELF file.
 
-    Raises
-    ------
-    DamageError
-        If the bytes are no such file.
+    Raises DamageError if the bytes are no such file.
     """
     try:
         (table,) = struct.unpack_from("<Q", cubin, 40)

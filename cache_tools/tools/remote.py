@@ -65,14 +65,8 @@ def _split(url: str) -> tuple[str, str]:
 def upload(file: BinaryIO, size_bytes: int, url: str, on_progress: OnProgress) -> None:
     """Write a file to a URL, atomically where the file system supports it.
 
-    Raises
-    ------
-    ArgumentError
-        If the URL is not writable.
-    UnsupportedError
-        If the package for its protocol is missing.
-    RemoteError
-        If the transfer fails.
+    Raises ArgumentError if the URL is not writable; UnsupportedError if the package for its
+    protocol is missing; RemoteError if the transfer fails.
     """
     if _is_http(url):
         raise ArgumentError(f"url: expected one that can be written, got {redacted(url)}")
@@ -93,14 +87,8 @@ def upload(file: BinaryIO, size_bytes: int, url: str, on_progress: OnProgress) -
 def download(url: str, file: BinaryIO, max_bytes: int, on_progress: OnProgress) -> None:
     """Read a URL into a file.
 
-    Raises
-    ------
-    ArgumentError
-        If the URL is not readable.
-    UnsupportedError
-        If the package for its protocol is missing.
-    RemoteError
-        If the transfer fails, or exceeds ``max_bytes``.
+    Raises ArgumentError if the URL is not readable; UnsupportedError if the package for its
+    protocol is missing; RemoteError if the transfer fails, or exceeds ``max_bytes``.
     """
     with _failures(url):
         if _is_http(url):

@@ -110,14 +110,8 @@ def write_bundle(
 ) -> BundleSummary:
     """Write a bundle of entries into an empty, readable file.
 
-    Raises
-    ------
-    BundleError
-        If an entry is damaged, or all of them are gone.
-    CacheError
-        If other users can change one.
-    OSError
-        If the file cannot be written.
+    Raises BundleError if an entry is damaged, or all of them are gone; CacheError if other users
+    can change one; OSError if the file cannot be written.
     """
     if len(stored) > MAX_ENTRIES:
         message = f"bundle: expected at most {MAX_ENTRIES} kernels, got {len(stored)}"
@@ -140,10 +134,7 @@ def export_bundle(
 ) -> BundleSummary:
     """Write a bundle to ``target`` atomically; an existing file stays until then.
 
-    Raises
-    ------
-    BundleError
-        If an entry is damaged, or the file cannot be written.
+    Raises BundleError if an entry is damaged, or the file cannot be written.
     """
     with atomic_file(target) as file:
         return write_bundle(stored, file, on_progress=on_progress)
@@ -154,14 +145,8 @@ def verified_entries(
 ) -> Iterator[tuple[BundledEntry, bytes]]:
     """Yield each entry with its verified file, in the order of their keys.
 
-    An entry that was removed since listing is skipped.
-
-    Raises
-    ------
-    BundleError
-        If an entry is damaged, or all of them are gone.
-    CacheError
-        If other users can change one.
+    An entry that was removed since listing is skipped. Raises BundleError if an entry is damaged,
+    or all of them are gone; CacheError if other users can change one.
     """
     is_empty, done, total = True, 0, sum(one.size_bytes for one in stored)
     for one in sorted(stored, key=lambda one: (one.key, one.toolchain)):
@@ -195,10 +180,7 @@ class VerifiedBundle(BundleSummary):
 def open_bundle(path: Path) -> Iterator[BinaryIO]:
     """Open the bundle at ``path``.
 
-    Raises
-    ------
-    BundleError
-        If it cannot be read, or is not a regular file.
+    Raises BundleError if it cannot be read, or is not a regular file.
     """
     try:
         # O_NONBLOCK: opening a FIFO must not block; it is rejected below.
@@ -306,12 +288,8 @@ def import_bundle(
 def atomic_file(target: Path) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces ``target`` at the end; an error deletes it.
 
-    A symbolic link stays: the file that it leads to is replaced.
-
-    Raises
-    ------
-    BundleError
-        If writing fails, or ``target`` is not a regular file.
+    A symbolic link stays: the file that it leads to is replaced. Raises BundleError if writing
+    fails, or ``target`` is not a regular file.
     """
     with _target_errors(target):
         place = _replaceable(target)
@@ -338,10 +316,7 @@ def atomic_file(target: Path) -> Iterator[BinaryIO]:
 def require_target(target: Path) -> None:
     """Reject a target that :func:`atomic_file` cannot write, before long work.
 
-    Raises
-    ------
-    BundleError
-        If ``target`` is not a regular file in a writable folder.
+    Raises BundleError if ``target`` is not a regular file in a writable folder.
     """
     with _target_errors(target):
         folder = _replaceable(target).parent

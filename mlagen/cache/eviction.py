@@ -74,14 +74,9 @@ def exceeds_share(shard: Opened, max_bytes: int) -> bool:
 def evict(folder: Folder, max_bytes: int) -> list[EntryUsage]:
     """Remove the least recently used entries until the rest fits; return the removed ones.
 
-    Nothing is removed if everything fits. Recently used entries stay, even above the limit.
-
-    Raises
-    ------
-    UntrustedError
-        If other users can change a folder of the store; nothing is removed then.
-    OSError
-        If entries that cannot be removed take more than the limit; the others are removed.
+    Nothing is removed if everything fits. Recently used entries stay, even above the limit. Raises
+    UntrustedError if other users can change a folder of the store; nothing is removed then; OSError
+    if entries that cannot be removed take more than the limit; the others are removed.
     """
     usages = [usage for shard in folder.shards() for usage in usages_in(shard)]
     remaining_bytes = sum(usage.size_bytes for usage in usages)

@@ -122,10 +122,7 @@ class Opened:
     def is_intact(self) -> bool:
         """Whether the descriptor is still of this folder, which was not deleted.
 
-        Raises
-        ------
-        UntrustedError
-            If it is, and other users can change the folder now.
+        Raises UntrustedError if it is, and other users can change the folder now.
         """
         try:
             status = os.fstat(self._descriptor)
@@ -179,16 +176,9 @@ class Opened:
     def read(self, name: str, *, start_only: bool = False) -> tuple[bytes, os.stat_result]:
         """Return the content of an entry, or its beginning with the manifest, and its status.
 
-        FIFOs and devices are not read and do not block.
-
-        Raises
-        ------
-        FileNotFoundError
-            If it is gone.
-        DamageError
-            If it is no regular file, or none of an entry.
-        OSError
-            If this process cannot read it, which is no proof of damage.
+        FIFOs and devices are not read and do not block. Raises FileNotFoundError if it is gone;
+        DamageError if it is no regular file, or none of an entry; OSError if this process cannot
+        read it, which is no proof of damage.
         """
         try:
             descriptor = os.open(name, _READ, dir_fd=self._descriptor)
@@ -279,10 +269,7 @@ class Opened:
     def delete_tree(self, *, dry_run: bool, depth: int = _OLD_DEPTH) -> int:
         """Delete all that is in this folder, without following links; return the size of files.
 
-        Raises
-        ------
-        OSError
-            If something cannot be deleted, or folders are nested deeper than ``depth``.
+        Raises OSError if something cannot be deleted, or folders are nested deeper than ``depth``.
         """
         if not depth:
             raise OSError(errno.ELOOP, "folders nested deeper than any of mlagen", self.path)
@@ -378,12 +365,8 @@ class Folder:
         """Publish the file of an entry; return False if there is one, which stays.
 
         It is complete or absent at any moment: a process that dies leaves a temporary file only.
-        ``then`` is called with the folder of the entry.
-
-        Raises
-        ------
-        OSError
-            If it cannot be written; nothing is visible then.
+        ``then`` is called with the folder of the entry. Raises OSError if it cannot be written;
+        nothing is visible then.
         """
         for _ in range(_MORE_ATTEMPTS):
             with suppress(FileNotFoundError):  # another process is deleting the folders
@@ -423,10 +406,7 @@ class Folder:
     def remove_old_layouts(self, *, dry_run: bool = False) -> int:
         """Delete the folders of older layouts, which this version does not read; return the bytes.
 
-        Raises
-        ------
-        OSError
-            If other users can change one, or it cannot be deleted.
+        Raises OSError if other users can change one, or it cannot be deleted.
         """
         freed = 0
         with suppress(FileNotFoundError), self._open_root() as root:

@@ -142,10 +142,7 @@ class SingleFlight(Generic[Result]):
     def run(self, key: str, work: Callable[[], Result]) -> Result:
         """Return or raise the result of ``work``, which runs once for concurrent calls of a key.
 
-        Raises
-        ------
-        RuntimeError
-            If ``work`` requests its own key, which would deadlock.
+        Raises RuntimeError if ``work`` requests its own key, which would deadlock.
         """
         mine: Future[Result] = Future()
         place = (os.getpid(), key)

@@ -194,10 +194,7 @@ class KernelStore:
     def add(self, manifest: Manifest, content: bytes) -> None:
         """Publish the verified file of an entry from a bundle; an existing entry stays.
 
-        Raises
-        ------
-        CacheError
-            If it cannot be published.
+        Raises CacheError if it cannot be published.
         """
         with raising_cache_errors(self.root):
             key, toolchain = manifest.key, manifest.toolchain
@@ -230,12 +227,8 @@ class KernelStore:
     def select(self, prefix: str) -> list[StoredEntry]:
         """Return the entries of all layers whose key begins with ``prefix``.
 
-        Raises
-        ------
-        ArgumentError
-            If the prefix is not 6 to 64 hex digits.
-        CacheError
-            If a folder cannot be read.
+        Raises ArgumentError if the prefix is not 6 to 64 hex digits; CacheError if a folder cannot
+        be read.
         """
         if not _PREFIX.fullmatch(prefix):
             raise ArgumentError(f"key: expected 6 to 64 lower-case hex digits, got {prefix!r}")
@@ -244,12 +237,8 @@ class KernelStore:
     def remove(self, stored: StoredEntry, *, if_unchanged: bool = False) -> bool:
         """Delete an entry; loaded kernels stay valid. Return False if it is gone.
 
-        With ``if_unchanged``, an entry that was replaced after it was listed stays too.
-
-        Raises
-        ------
-        CacheError
-            If it cannot be deleted.
+        With ``if_unchanged``, an entry that was replaced after it was listed stays too. Raises
+        CacheError if it cannot be deleted.
         """
         seen = stored.identity if if_unchanged else None
         with raising_cache_errors(stored.path):
@@ -258,10 +247,7 @@ class KernelStore:
     def clear(self) -> int:
         """Delete all entries and abandoned files; return the number of entries.
 
-        Raises
-        ------
-        CacheError
-            If something cannot be deleted; everything else is.
+        Raises CacheError if something cannot be deleted; everything else is.
         """
         with raising_cache_errors(self.root):  # trust is checked before anything is deleted
             names = [name for shard in self._folder.shards() for name in shard.names()]
@@ -275,10 +261,7 @@ class KernelStore:
     def collect(self) -> Collected:
         """Delete abandoned files, and entries above the size limit.
 
-        Raises
-        ------
-        CacheError
-            If other users can change a folder, or too little can be deleted.
+        Raises CacheError if other users can change a folder, or too little can be deleted.
         """
         with raising_cache_errors(self.root):
             evicted = eviction.evict(self._folder, self._max_bytes) if self._max_bytes else []
@@ -287,10 +270,7 @@ class KernelStore:
     def sweep(self, *, dry_run: bool = False) -> list[int]:
         """Delete the temporary files of dead processes; return their sizes.
 
-        Raises
-        ------
-        CacheError
-            If a folder cannot be read.
+        Raises CacheError if a folder cannot be read.
         """
         with raising_cache_errors(self.root):
             return [
@@ -300,10 +280,7 @@ class KernelStore:
     def remove_old_layouts(self, *, dry_run: bool = False) -> int:
         """Delete what earlier versions of mlagen stored in layouts of their own; return the bytes.
 
-        Raises
-        ------
-        CacheError
-            If it cannot be deleted.
+        Raises CacheError if it cannot be deleted.
         """
         with raising_cache_errors(self.root):
             return self._folder.remove_old_layouts(dry_run=dry_run)
@@ -375,16 +352,8 @@ def stored_entries(
 def read_stored(stored: StoredEntry) -> tuple[bytes, Manifest, dict[str, bytes]]:
     """Return the file, the manifest and the contents of an entry, all verified.
 
-    Raises
-    ------
-    FileNotFoundError
-        If it is gone.
-    DamageError
-        If it is damaged.
-    UnreadableError
-        If this process cannot read it.
-    CacheError
-        If other users can change it.
+    Raises FileNotFoundError if it is gone; DamageError if it is damaged; UnreadableError if this
+    process cannot read it; CacheError if other users can change it.
     """
     try:
         with stored.folder.shard(stored.key) as shard:
@@ -405,10 +374,7 @@ def read_stored(stored: StoredEntry) -> tuple[bytes, Manifest, dict[str, bytes]]
 def verify(stored: StoredEntry) -> str | None:
     """Check every file of an entry and return the problem, or None.
 
-    Raises
-    ------
-    FileNotFoundError, UnreadableError, CacheError
-        As :func:`read_stored` does.
+    Raises what :func:`read_stored` does.
     """
     try:
         read_stored(stored)

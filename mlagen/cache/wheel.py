@@ -32,10 +32,7 @@ from mlagen.errors import ArgumentError
 def package_of(name: str) -> str:
     """Return the package name of a wheel of that name.
 
-    Raises
-    ------
-    ArgumentError
-        If it is invalid or collides with a module of Python or mlagen.
+    Raises ArgumentError if it is invalid or collides with a module of Python or mlagen.
     """
     try:
         package = canonicalize_name(name, validate=True).replace("-", "_")
@@ -50,10 +47,7 @@ def package_of(name: str) -> str:
 def normalized(version: str) -> str:
     """Return a version as in file names and metadata: 1.0-1 is 1.0.post1.
 
-    Raises
-    ------
-    ArgumentError
-        If it is invalid.
+    Raises ArgumentError if it is invalid.
     """
     try:
         return str(Version(version))

@@ -38,10 +38,7 @@ class IncludeError(CompileError):
 def included_name(line: str, origin: str) -> str | None:
     """Return the name that an ``#include`` line names, or None for any other line.
 
-    Raises
-    ------
-    IncludeError
-        If it is not a name in quotes.
+    Raises IncludeError if it is not a name in quotes.
     """
     directive = _DIRECTIVE.fullmatch(line)
     if directive is None:
@@ -63,10 +60,7 @@ class Resolver:
     def resolve(self, name: str, origin: str) -> str:
         """Return the template that ``name`` stands for, relative to the root.
 
-        Raises
-        ------
-        IncludeError
-            If there is no such file, or more than one.
+        Raises IncludeError if there is no such file, or more than one.
         """
         if name not in self._found:
             self._found[name] = self._candidates(name)
@@ -90,12 +84,8 @@ class Resolver:
 def transitive_includes(root: Path, folder: str) -> frozenset[str]:
     """Return every template that some spec's kernel is made of, of those with a ``folder``.
 
-    Jinja's choices are not looked at: an ``#include`` counts on whatever branch it stands.
-
-    Raises
-    ------
-    IncludeError
-        If an ``#include`` cannot be resolved.
+    Jinja's choices are not looked at: an ``#include`` counts on whatever branch it stands. Raises
+    IncludeError if an ``#include`` cannot be resolved.
     """
     resolver = Resolver(root, folder)
     kernel = resolver.resolve(MAIN, folder)

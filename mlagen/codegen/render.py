@@ -27,14 +27,9 @@ _MARK = re.compile("\x01(\\d+):([^\x02]*)\x02")
 def render(spec: KernelSpec, *, line_info: bool = False) -> Source:
     """Return the CUDA source of ``spec``: one translation unit that includes nothing.
 
-    With ``line_info``, ``#line`` directives name the lines of the templates.
-
-    Raises
-    ------
-    CompileError
-        If an ``#include`` of a template cannot be resolved.
-    jinja2.UndefinedError
-        If a template asks for a fact that the spec does not have.
+    With ``line_info``, ``#line`` directives name the lines of the templates. Raises CompileError if
+    an ``#include`` of a template cannot be resolved; jinja2.UndefinedError if a template asks for a
+    fact that the spec does not have.
     """
     text = flatten(template_root(), spec.folder, lambda name: rendered_file(name, spec))
     if line_info:

@@ -38,10 +38,8 @@ class TemplateInputs(NamedTuple):
 def template_root() -> Path:
     """Return the folder of the templates: inside the installed package, or beside it.
 
-    Raises
-    ------
-    ToolchainError
-        If neither is a folder, as in an installation that is imported from a zip archive.
+    Raises ToolchainError if neither is a folder, as in an installation that is imported from a zip
+    archive.
     """
     inside = _PACKAGE / "templates"
     for folder in (inside, _PACKAGE.parent / "templates"):
@@ -57,12 +55,8 @@ def template_root() -> Path:
 def template_inputs(folder: str) -> TemplateInputs:
     """Return what the kernels with a ``folder`` are rendered from.
 
-    An edit of a file that only other kernels include does not change them.
-
-    Raises
-    ------
-    CompileError
-        If an ``#include`` cannot be resolved.
+    An edit of a file that only other kernels include does not change them. Raises CompileError if
+    an ``#include`` cannot be resolved.
     """
     root = template_root()
     digest = hashlib.sha256(folder.encode())
@@ -93,11 +87,7 @@ def spec_facts(spec: KernelSpec) -> dict[str, Fact]:
     """Return what the templates of ``spec`` read of it, by dotted name.
 
     A shared template may read what a family lacks, on a branch that this family does not take.
-
-    Raises
-    ------
-    TypeError
-        If a template reads what is no plain data, such as a method.
+    Raises TypeError if a template reads what is no plain data, such as a method.
     """
     facts: dict[str, Fact] = {}
     for name in template_inputs(spec.folder).facts:

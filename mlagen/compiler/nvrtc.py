@@ -42,12 +42,9 @@ class OtherLibraryError(ToolchainError):
 def compile_source(source: Source, arch: Arch, nvrtc: Nvrtc) -> Cubin:
     """Compile ``source`` for ``arch``; needs no GPU and no driver.
 
-    Raises
-    ------
-    ToolchainError
-        If NVRTC cannot be loaded or does not know ``arch``, or the process has another one.
-    CompileError
-        If it rejects the source; positions in the message are in the templates.
+    Raises ToolchainError if NVRTC cannot be loaded or does not know ``arch``, or the process has
+    another one; CompileError if it rejects the source; positions in the message are in the
+    templates.
     """
     start = time.perf_counter()
     code, log = _compile(source, arch, nvrtc, "CUBIN")
@@ -63,12 +60,8 @@ def compile_source(source: Source, arch: Arch, nvrtc: Nvrtc) -> Cubin:
 def compile_to_ptx(source: Source, arch: Arch, nvrtc: Nvrtc) -> str:
     """Return the PTX of ``source``, from which :func:`compile_source` makes the cubin.
 
-    Raises
-    ------
-    ToolchainError
-        If NVRTC cannot be loaded or does not know ``arch``, or the process has another one.
-    CompileError
-        If it rejects the source.
+    Raises ToolchainError if NVRTC cannot be loaded or does not know ``arch``, or the process has
+    another one; CompileError if it rejects the source.
     """
     return _compile(source, arch, nvrtc, "PTX")[0].rstrip(b"\0").decode()
 
@@ -82,12 +75,8 @@ def supported_archs(nvrtc: Nvrtc) -> list[int]:
 def load_nvrtc(nvrtc: Nvrtc) -> Any:
     """Return cuda.bindings.nvrtc, whose functions are those of ``nvrtc`` in this process.
 
-    Raises
-    ------
-    OtherLibraryError
-        If they are those of another library.
-    ToolchainError
-        If it cannot be loaded.
+    Raises OtherLibraryError if they are those of another library; ToolchainError if it cannot be
+    loaded.
     """
     try:
         with defer_forks():  # a child cannot load a library that another thread was loading

@@ -59,13 +59,8 @@ class StartError(ToolchainError):
 def compile_anywhere(source: Source, arch: Arch, nvrtc: Nvrtc) -> Cubin:
     """Compile ``source`` for ``arch``, in this process if that is safe and it has this NVRTC.
 
-    Raises
-    ------
-    ToolchainError
-        If NVRTC cannot be loaded or does not know ``arch``, or a process of its own is necessary
-        and cannot be started.
-    CompileError
-        If NVRTC rejects the source.
+    Raises ToolchainError if NVRTC cannot be loaded or does not know ``arch``, or a process of its
+    own is necessary and cannot be started; CompileError if NVRTC rejects the source.
     """
     problem: ToolchainError | None = None
     if not (_forked_mid_compile or is_exiting()):
@@ -108,12 +103,8 @@ class CompileProcesses:
     def compile(self, source: Source, arch: Arch, nvrtc: Nvrtc) -> Cubin:
         """Compile ``source`` for ``arch``.
 
-        Raises
-        ------
-        ToolchainError
-            If NVRTC cannot be loaded or does not know ``arch``, or no process can be started.
-        CompileError
-            If NVRTC rejects the source, crashes, or takes too long.
+        Raises ToolchainError if NVRTC cannot be loaded or does not know ``arch``, or no process can
+        be started; CompileError if NVRTC rejects the source, crashes, or takes too long.
         """
         request = {
             "parent": os.getpid(),
@@ -170,12 +161,8 @@ def _received(
 ) -> tuple[bytes, str]:
     """Return the answer of a process and the end of its stderr.
 
-    Raises
-    ------
-    StartError
-        If it does not say that it is a Python, or says anything else first.
-    CompileTimeoutError
-        If it does not answer within the time limit.
+    Raises StartError if it does not say that it is a Python, or says anything else first;
+    CompileTimeoutError if it does not answer within the time limit.
     """
     assert process.stderr is not None
     with process.stderr as stderr:

@@ -67,10 +67,8 @@ class Nvrtc:
 def find_nvrtc() -> Nvrtc:
     """Return the NVRTC to compile with: the first of the major version of cuda-bindings.
 
-    Raises
-    ------
-    ToolchainError
-        If cuda-bindings or NVRTC is missing, or older than 12.8; the message has the pip command.
+    Raises ToolchainError if cuda-bindings or NVRTC is missing, or older than 12.8; the message has
+    the pip command.
     """
     with defer_forks():  # importlib.metadata imports lazily
         major = _bindings_major()

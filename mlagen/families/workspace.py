@@ -236,13 +236,7 @@ def max_workspace_bytes(device: torch.device | int | str = 0) -> int:
 
 
 def call_workspace_bytes(family: Family, args: Any) -> int:
-    """Return the bytes that suffice for a call of a GPU, whichever kernel serves it.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument breaks a rule.
-    """
+    """Return the bytes that suffice for a call of a GPU, whichever kernel serves it."""
     args, problem = family.validate(args)
     plans = _mla_plans if isinstance(problem.variant, MlaVariant) else _gqa_plans
     found = plans(problem.device.index, problem.variant, family.shape_of(args, problem))

@@ -213,10 +213,7 @@ def _mismatch(name: str, planned: object, got: object) -> NoReturn:
 def given_metadata(metadata: object, flat: dict[str, Any]) -> MLAPlanMetadata:
     """Return the metadata of a plan, from an object or from arguments by name.
 
-    Raises
-    ------
-    ArgumentError
-        If both or neither are given, or a form is not complete.
+    Raises ArgumentError if both or neither are given, or a form is not complete.
     """
     names = [name for name, value in flat.items() if value is not None]
     if metadata is None:

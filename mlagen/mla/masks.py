@@ -42,13 +42,7 @@ class Mask:
     parts: ClassVar[tuple[str, ...]] = ()  # fields, for an op: numbers, tensors and masks
 
     def bias(self, rows: QueryRows) -> torch.Tensor:
-        """Return the bias of the scores, fp32 ``[tokens, heads or 1, width]``.
-
-        Raises
-        ------
-        ArgumentError
-            If a tensor of the mask breaks a rule.
-        """
+        """Return the bias of the scores, fp32 ``[tokens, heads or 1, width]``."""
         keys = torch.arange(rows.width, dtype=torch.int64, device=rows.positions.device)
         is_attended = self.attends(rows, keys)
         bias = torch.zeros_like(is_attended, dtype=torch.float32)
@@ -248,13 +242,7 @@ def _set_size(mask: Mask, name: str) -> None:
 
 
 def empty_bias(mask: Mask, q: torch.Tensor, batch: int) -> torch.Tensor:
-    """Check a mask, and return a bias of width 0.
-
-    Raises
-    ------
-    ArgumentError
-        If a tensor of the mask breaks a rule.
-    """
+    """Check a mask, and return a bias of width 0."""
     none = torch.empty(0, dtype=torch.int64, device=q.device)
     heads = q.shape[-2]
     mask.bias(QueryRows(requests=none, positions=none, batch=batch, heads=heads, width=0))
@@ -275,12 +263,7 @@ _TENSOR = "tensor"
 def code_of(mask: Mask, tensors: list[torch.Tensor]) -> str:
     """Return the words of a mask in prefix order, and append its tensors.
 
-    A compiler traces this.
-
-    Raises
-    ------
-    UnsupportedError
-        If the mask is none of :mod:`mlagen.mla`.
+    A compiler traces this. Raises UnsupportedError if the mask is none of :mod:`mlagen.mla`.
     """
     name = type(mask).__name__
     if _KINDS.get(name) is not type(mask):

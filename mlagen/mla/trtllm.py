@@ -149,12 +149,8 @@ def separate_values(
 ) -> torch.Tensor | None:
     """Return the cache as value cache if keys and values have separate page ids, else None.
 
-    Raises
-    ------
-    ArgumentError
-        If the block tables have no axis for both.
-    UnsupportedError
-        In a sparse call.
+    Raises ArgumentError if the block tables have no axis for both; UnsupportedError in a sparse
+    call.
     """
     name = "uses_shared_paged_kv_idx"
     if require_flag(is_shared, name):

@@ -86,12 +86,8 @@ class GqaModel(Model):
 def find_model(name: str) -> MlaModel | GqaModel:
     """Return the model of a name or Hub id, or of the path of a ``config.json`` or its folder.
 
-    With ``MLAGEN_HF=1``, the local Hub cache is searched for a Hub id first.
-
-    Raises
-    ------
-    ArgumentError
-        If there is no such model, or mlagen does not support its configuration.
+    With ``MLAGEN_HF=1``, the local Hub cache is searched for a Hub id first. Raises ArgumentError
+    if there is no such model, or mlagen does not support its configuration.
     """
     path = Path(name).expanduser()
     known = known_model(name)
@@ -134,10 +130,7 @@ def _remedy(name: str) -> str:
 def read_model(name: str, content: bytes) -> MlaModel | GqaModel:
     """Return the model whose ``config.json`` has this content; ``name`` is for messages.
 
-    Raises
-    ------
-    ArgumentError
-        If it is not a configuration, or mlagen does not support it.
+    Raises ArgumentError if it is not a configuration, or mlagen does not support it.
     """
     try:
         config = json.loads(content)

@@ -84,12 +84,8 @@ def model_specs(
     Those that write a cache with a row format are among them.
 
     ``on_left_out`` receives a sentence for each kind of layer and each pair of dtypes without a
-    kernel, if others have one.
-
-    Raises
-    ------
-    ArgumentError
-        If the heads are not divisible by ``tp``, or no kernel supports these options.
+    kernel, if others have one. Raises ArgumentError if the heads are not divisible by ``tp``, or no
+    kernel supports these options.
     """
     left_out = list(model.left_out)
     calls: Iterable[tuple[MlaVariant | GqaVariant, int]] = (

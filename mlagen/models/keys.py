@@ -44,10 +44,7 @@ _BAICHUAN_7B = 4096  # its hidden_size
 def reject_type(fields: Fields) -> None:
     """Reject a model type that no kernel supports, whatever its keys are.
 
-    Raises
-    ------
-    ArgumentError
-        Has the property that the type lacks.
+    Raises ArgumentError with the property that the type lacks.
     """
     expected = fields.type.expected if fields.type else ""
     if expected:
@@ -58,10 +55,8 @@ def reject_type(fields: Fields) -> None:
 def reject_unserved(fields: Fields) -> ModelType:
     """Return the type of a model; reject an unknown one, or a model that no kernel supports.
 
-    Raises
-    ------
-    ArgumentError
-        Names the key, the rule and the value, of a type also those that are spelled like it.
+    Raises ArgumentError, whose message names the key, the rule and the value, of a type also those
+    that are spelled like it.
     """
     kind = fields.value("model_type")
     if fields.type is None:
@@ -93,10 +88,8 @@ def reject_unserved(fields: Fields) -> ModelType:
 def reject_unknown(fields: Fields, *, is_mla: bool) -> None:
     """Reject keys about attention that were not read and are not known, after all were read.
 
-    Raises
-    ------
-    ArgumentError
-        Names the key and its value, and the known keys that are spelled like it.
+    Raises ArgumentError, whose message names the key and its value, and the known keys that are
+    spelled like it.
     """
     assert fields.type is not None
     sources = {str(source) for source in fields.type.sources.values()}

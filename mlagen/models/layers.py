@@ -81,12 +81,8 @@ class GqaHeads(NamedTuple):
 def layers_left_out(fields: Fields, attention: str) -> tuple[tuple[str, ...], bool]:
     """Return a sentence for each kind of layer without a kernel, and whether any has a state.
 
-    ``attention`` is ``gqa``, ``block gqa``, ``token gqa``, ``mla`` or ``two pools``.
-
-    Raises
-    ------
-    ArgumentError
-        If a kind is unknown, or none attends over a KV cache.
+    ``attention`` is ``gqa``, ``block gqa``, ``token gqa``, ``mla`` or ``two pools``. Raises
+    ArgumentError if a kind is unknown, or none attends over a KV cache.
     """
     attending, left_out = _KINDS_OF[attention]
     found: dict[str, str] = {}
@@ -117,10 +113,7 @@ def window_of(fields: Fields) -> int | None:
 def caps_scores(fields: Fields) -> bool:
     """Return whether the scores have a soft cap.
 
-    Raises
-    ------
-    ArgumentError
-        If its value is none.
+    Raises ArgumentError if its value is none.
     """
     value = fields.value(_SOFT_CAP)
     is_number = type(value) in {int, float}
@@ -145,10 +138,7 @@ def _kinds(fields: Fields, label: str) -> list[str]:
 def gqa_heads(fields: Fields) -> list[GqaHeads]:
     """Return the head configurations of the layers, the default one first, without duplicates.
 
-    Raises
-    ------
-    ArgumentError
-        If a number is missing, or conflicts with the others.
+    Raises ArgumentError if a number is missing, or conflicts with the others.
     """
     base = _base_heads(fields)
     found = dict.fromkeys([*base, *_other_heads(fields, base[0])])
@@ -162,12 +152,8 @@ def gqa_heads(fields: Fields) -> list[GqaHeads]:
 def reject_v_head_dim(fields: Fields, head_dim: int | None = None) -> None:
     """Reject a V head dim that differs from the K head dim, unless the type has such heads.
 
-    ``head_dim`` is read if None.
-
-    Raises
-    ------
-    ArgumentError
-        Names the key, the rule and the value.
+    ``head_dim`` is read if None. Raises ArgumentError, whose message names the key, the rule and
+    the value.
     """
     if _has_value_dims(fields):
         return

@@ -77,10 +77,7 @@ def is_hub_id(name: str) -> bool:
 def cached_config(name: str) -> Path | None:
     """Return the ``config.json`` of a Hub id in the local cache, or None if it is missing.
 
-    Raises
-    ------
-    ArgumentError
-        If huggingface_hub is not installed.
+    Raises ArgumentError if huggingface_hub is not installed.
     """
     if not is_hub_id(name):
         return None

@@ -51,11 +51,8 @@ class DumpFolder:
     def write(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
         """Publish a file; ``write`` writes its content.
 
-        Raises
-        ------
-        OSError
-            If the folder is a symbolic link, others can change it, or it cannot be written; no
-            part of the file remains.
+        Raises OSError if the folder is a symbolic link, others can change it, or it cannot be
+        written; no part of the file remains.
         """
         temporary = f".{name}.{secrets.token_hex(4)}"
         with self._opened() as folder:

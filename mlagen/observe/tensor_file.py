@@ -41,10 +41,7 @@ def write_tensors(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> None:
 def read_tensors(path: Path, max_bytes: int) -> dict[str, torch.Tensor]:
     """Return the tensors of a file of :func:`write_tensors`, on the CPU.
 
-    Raises
-    ------
-    ArgumentError
-        If it is no such file, or has more than ``max_bytes`` of contents.
+    Raises ArgumentError if it is no such file, or has more than ``max_bytes`` of contents.
     """
     try:
         with open_named(path) as file:

@@ -38,10 +38,8 @@ _logger = logging.getLogger("mlagen")
 def read_input_file(path: Path) -> bytes:
     """Return the content of a file.
 
-    Raises
-    ------
-    ArgumentError
-        If it cannot be read, is not a regular file, or is too large; the message names it.
+    Raises ArgumentError if it cannot be read, is not a regular file, or is too large; the message
+    names it.
     """
     try:
         return read_named(path)
@@ -59,15 +57,9 @@ def read_spec_file(
     """Return the kernels that a file in TOML or JSON selects, without duplicates.
 
     ``content`` is read from the file ``name`` if it is None. ``archs`` applies to tables without
-    ``arch``; ``on_left_out`` is that of :func:`selected_specs`.
-
-    Raises
-    ------
-    ArgumentError
-        If it cannot be read or parsed, or one of its tables is invalid; the message names file and
-        table.
-    UnsupportedError
-        If ``native`` finds no supported GPU.
+    ``arch``; ``on_left_out`` is that of :func:`selected_specs`. Raises ArgumentError if it cannot
+    be read or parsed, or one of its tables is invalid; the message names file and table;
+    UnsupportedError if ``native`` finds no supported GPU.
     """
     content = read_input_file(Path(name)) if content is None else content
     is_json = name.endswith(".json") or content.lstrip().startswith(b"{")
@@ -120,14 +112,9 @@ def read_record(path: Path, *, archs: str | Iterable[str] | None = None) -> list
     """Return the kernels of a record, without duplicates.
 
     With ``archs``, return the kernels that the same calls take on these architectures instead. An
-    incomplete line, from a run that ended while writing it, is skipped with a warning.
-
-    Raises
-    ------
-    ArgumentError
-        If the file cannot be read, or a line is not a record of a kernel; the message names both.
-    UnsupportedError
-        If ``native`` finds no supported GPU.
+    incomplete line, from a run that ended while writing it, is skipped with a warning. Raises
+    ArgumentError if the file cannot be read, or a line is not a record of a kernel; the message
+    names both; UnsupportedError if ``native`` finds no supported GPU.
     """
     content = read_input_file(path)
     specs: dict[KernelSpec, None] = {}

@@ -36,12 +36,8 @@ def visible_archs() -> dict[int, Arch]:
 def parse_archs(archs: str | Iterable[str]) -> list[Arch]:
     """Return the targets of these names, without duplicates; ``native`` is the visible GPUs.
 
-    Raises
-    ------
-    ArgumentError
-        If a name is not a target.
-    UnsupportedError
-        If ``native`` finds no supported GPU.
+    Raises ArgumentError if a name is not a target; UnsupportedError if ``native`` finds no
+    supported GPU.
     """
     names = as_str_list(archs, "arch")
     found: dict[Arch, None] = {}
@@ -62,10 +58,7 @@ def parse_archs(archs: str | Iterable[str]) -> list[Arch]:
 def devices_for(specs: Sequence[KernelSpec]) -> dict[int, Arch]:
     """Return the visible GPUs that match a target of the kernels, with their targets.
 
-    Raises
-    ------
-    UnsupportedError
-        If there is none.
+    Raises UnsupportedError if there is none.
     """
     visible = visible_archs()
     archs = {spec.arch for spec in specs}

@@ -51,14 +51,9 @@ def selected_specs(
 ) -> list[KernelSpec]:
     """Return the kernels that the arguments of :func:`mlagen.prewarm` select, without duplicates.
 
-    ``on_left_out`` receives a sentence for each part of a model without a kernel.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument breaks its rule, names an unknown value, or conflicts with another.
-    UnsupportedError
-        If ``native`` finds no supported GPU.
+    ``on_left_out`` receives a sentence for each part of a model without a kernel. Raises
+    ArgumentError if an argument breaks its rule, names an unknown value, or conflicts with another;
+    UnsupportedError if ``native`` finds no supported GPU.
     """
     specs: dict[KernelSpec, None] = {}
     shape = {"heads": heads, "kv_heads": kv_heads, "q_len": q_len}
@@ -102,10 +97,7 @@ def serving_texts(
 ) -> list[str]:
     """Return how :func:`selected_specs` takes each model to be served, defaults included.
 
-    Raises
-    ------
-    ArgumentError
-        If an argument breaks its rule, or names an unknown value.
+    Raises ArgumentError if an argument breaks its rule, or names an unknown value.
     """
     use = _use(tp, dcp, q_len, wanted)
     return [serving_text(find_model(name.strip()), use) for name in as_str_list(models, "model")]

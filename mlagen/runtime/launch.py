@@ -80,12 +80,8 @@ class Launch:
     def enqueue(self, enable_pdl: bool) -> None:
         """Enqueue the grid on torch's current stream of the kernel's device.
 
-        Raises
-        ------
-        TooManyCtasError
-            If a persistent grid exceeds the SMs of the context.
-        DriverError
-            If the driver rejects the launch for another reason.
+        Raises TooManyCtasError if a persistent grid exceeds the SMs of the context; DriverError if
+        the driver rejects the launch for another reason.
         """
         kernel, num_ctas = self._kernel, self._num_ctas
         device = kernel.device
@@ -134,12 +130,8 @@ def launch(
 ) -> Launch:
     """Enqueue a grid of ``num_ctas`` CTAs on torch's current stream of the kernel's device.
 
-    ``values`` are those of ``kernel.packing.names``.
-
-    Raises
-    ------
-    DriverError
-        If the driver rejects the launch.
+    ``values`` are those of ``kernel.packing.names``. Raises DriverError if the driver rejects the
+    launch.
     """
     packed = Launch(kernel, num_ctas, values)
     packed.enqueue(enable_pdl)

@@ -87,10 +87,7 @@ ARCHS = (
 def parse_arch(text: str) -> Arch:
     """Return the target named ``text``, or that of a card; the suffix is optional.
 
-    Raises
-    ------
-    ArgumentError
-        If it is neither one of :data:`ARCHS` nor a card of :data:`CARDS`.
+    Raises ArgumentError if it is neither one of :data:`ARCHS` nor a card of :data:`CARDS`.
     """
     match = _TEXT.fullmatch(text)
     number, suffix = (int(match[1]), match[2]) if match else (card_number(text), "")
@@ -104,10 +101,7 @@ def parse_arch(text: str) -> Arch:
 def arch_of_capability(major: int, minor: int) -> Arch:
     """Return the target for a device's compute capability.
 
-    Raises
-    ------
-    ArgumentError
-        If no target matches that device.
+    Raises ArgumentError if no target matches that device.
     """
     for arch in ARCHS:
         if arch.number == major * 10 + minor:

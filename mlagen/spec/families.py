@@ -131,10 +131,7 @@ def filter_specs(
 ) -> list[KernelSpec]:
     """Return the specs that match every filter; a spec without the field, or for any, matches.
 
-    Raises
-    ------
-    ArgumentError
-        If none of them has one of the values.
+    Raises ArgumentError if none of them has one of the values.
     """
     for label, values in wanted.items():
         known = values_of(specs, label)
@@ -156,12 +153,8 @@ def mla_call_specs(arch: Arch, variant: MlaVariant, rows: int) -> list[KernelSpe
     """Return the kernels of MLA calls with ``rows`` query rows per sequence.
 
     The sm90 kernels, if any: one per tile, for every ``p_dtype_choice``; the sm80 kernel, which
-    small calls use on sm90 too; and the kernel that combines its splits.
-
-    Raises
-    ------
-    UnsupportedError
-        If no kernel supports the variant.
+    small calls use on sm90 too; and the kernel that combines its splits. Raises UnsupportedError if
+    no kernel supports the variant.
     """
     sm80 = mla_sm80.mla_sm80_spec(arch, variant, rows)
     sm90 = [
@@ -176,12 +169,7 @@ def gqa_call_specs(arch: Arch, variant: GqaVariant, rows: int) -> list[KernelSpe
     """Return the kernels of GQA calls with ``rows`` query rows per sequence and KV head.
 
     The sm90 kernel, if any, for every number of KV heads per CTA; the sm80 kernel; and the kernel
-    that combines its splits.
-
-    Raises
-    ------
-    UnsupportedError
-        If no kernel supports the variant.
+    that combines its splits. Raises UnsupportedError if no kernel supports the variant.
     """
     sm80 = gqa_sm80.gqa_sm80_spec(arch, variant, rows)
     return [*_gqa_sm90_kernels(arch, variant, rows), sm80, combine_spec(sm80)]
@@ -190,10 +178,7 @@ def gqa_call_specs(arch: Arch, variant: GqaVariant, rows: int) -> list[KernelSpe
 def specs_of_variant(spec: KernelSpec) -> list[KernelSpec]:
     """Return the kernels of the family with the variant of ``spec``: all tiles and head counts.
 
-    Raises
-    ------
-    UnsupportedError
-        If the family does not support the variant.
+    Raises UnsupportedError if the family does not support the variant.
     """
     specs = [other for rows in _ROW_COUNTS for other in _call_specs_of(spec)(spec.arch, rows)]
     return [other for other in dict.fromkeys(specs) if other.family == spec.family]
@@ -243,10 +228,8 @@ def select_specs(
 ) -> list[KernelSpec]:
     """Return the kernels that match the arguments of :func:`mlagen.prewarm`, each once.
 
-    Raises
-    ------
-    ArgumentError
-        If a family, a key field or a value does not exist, or a number is out of range.
+    Raises ArgumentError if a family, a key field or a value does not exist, or a number is out of
+    range.
     """
     calls = _calls(heads, kv_heads, q_len)
     unserved = set(calls)

@@ -22,12 +22,8 @@ class RowFormat:
 
     The first elements of a token are codes with a scale for each group, the others are bf16. Its
     data row has the codes, inline scales if any, and the bf16 elements. Checks, CPU backend,
-    writers, benchmark and ``mla_sm80`` follow the fields; sm90 kernels have fewer formats.
-
-    Raises
-    ------
-    ValueError
-        If no kernel reads such rows.
+    writers, benchmark and ``mla_sm80`` follow the fields; sm90 kernels have fewer formats. Raises
+    ValueError if no kernel reads such rows.
     """
 
     scaled_elements: int = 512  # the codes
@@ -137,10 +133,7 @@ class RowFormat:
 def require_distinct_rows(formats: dict[DType, RowFormat]) -> None:
     """Reject formats of uint8 rows if the width of a cache may be that of two.
 
-    Raises
-    ------
-    ValueError
-        The message names both.
+    Raises ValueError, whose message names both.
     """
     unnamed = [(dtype, row) for dtype, row in formats.items() if not row.is_named]
     for (one, row), (other, another) in combinations(unnamed, 2):

@@ -28,12 +28,8 @@ def parse_spec(text: str) -> KernelSpec:
     """Return the kernel that ``text`` names, in the format of ``str(spec)``.
 
     Only a kernel that some call uses is returned: dtypes, sizes and tile are those of a family.
-    Blanks around names and values, and the order of the names, are ignored.
-
-    Raises
-    ------
-    ArgumentError
-        If the text is malformed, or no call uses the kernel.
+    Blanks around names and values, and the order of the names, are ignored. Raises ArgumentError if
+    the text is malformed, or no call uses the kernel.
     """
     spec = _spec_of(text)
     _require_used(spec)
@@ -43,10 +39,7 @@ def parse_spec(text: str) -> KernelSpec:
 def specs_like(text: str) -> list[KernelSpec]:
     """Return the kernels of the family that calls of the variant of ``text`` use, with any tile.
 
-    Raises
-    ------
-    ArgumentError
-        If the text is malformed, or the family does not support the variant.
+    Raises ArgumentError if the text is malformed, or the family does not support the variant.
     """
     spec = _spec_of(text)
     try:
@@ -69,10 +62,7 @@ def _spec_of(text: str) -> KernelSpec:
 def split_spec(text: str) -> tuple[str, dict[str, str]]:
     """Return the family and the values by name, of which some may be missing.
 
-    Raises
-    ------
-    ArgumentError
-        If the text is malformed, or a name is not one of the family.
+    Raises ArgumentError if the text is malformed, or a name is not one of the family.
     """
     match = _TEXT.fullmatch(text)
     if match is None:

@@ -139,11 +139,8 @@ def make_sm90_launcher(
 ) -> GqaLauncher:
     """Return the launcher of the sm90 kernel for calls like ``args`` on ``sms`` SMs.
 
-    Raises
-    ------
-    UnsupportedError
-        If the settings force the sm80 kernel, the sm90 kernel does not support the call, or the
-        driver rejects the tensor map of the cache.
+    Raises UnsupportedError if the settings force the sm80 kernel, the sm90 kernel does not support
+    the call, or the driver rejects the tensor map of the cache.
     """
     if settings.gqa_kernel == "sm80":
         raise NotCoveredError("MLAGEN_GQA_KERNEL=sm80")

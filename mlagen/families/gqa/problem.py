@@ -102,12 +102,7 @@ class Pair(NamedTuple):
 def check_problem(args: GqaArgs) -> GqaProblem:
     """Return the problem of ``args``, whose numbers are canonical.
 
-    Raises
-    ------
-    ArgumentError
-        If an argument breaks a rule.
-    UnsupportedError
-        If no kernel supports the dtypes or head dimension on any device.
+    Raises UnsupportedError if no kernel supports the dtypes or head dimension on any device.
     """
     query = _checked_query(args)
     heads, head_dim = query.shape[-2:]

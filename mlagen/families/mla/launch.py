@@ -137,13 +137,10 @@ def make_sm90_launcher(
 ) -> MlaLauncher:
     """Return the launcher of an sm90 kernel for calls like ``args`` on ``sms`` SMs.
 
-    Raises
-    ------
-    UnsupportedError
-        If the settings force the sm80 kernel, no sm90 kernel supports the call, or the driver
-        rejects its grids or the tensor map of the cache. Unless the settings force an sm90 kernel,
-        also if the call is so small that the sm80 kernel is faster, or the plan for a context of
-        fewer SMs needs a larger workspace.
+    Raises UnsupportedError if the settings force the sm80 kernel, no sm90 kernel supports the call,
+    or the driver rejects its grids or the tensor map of the cache. Unless the settings force an
+    sm90 kernel, also if the call is so small that the sm80 kernel is faster, or the plan for a
+    context of fewer SMs needs a larger workspace.
     """
     is_forced = settings.mla_kernel == "sm90"
     if settings.mla_kernel == "sm80":
@@ -236,10 +233,7 @@ def not_covered(index: int, variant: MlaVariant) -> NotCoveredError:
 def _maps_of_cache(args: MlaArgs, problem: MlaProblem, spec: MlaSm90Spec) -> CacheMaps | None:
     """Return the tensor maps of caches with these strides; that of ``args`` is encoded.
 
-    Raises
-    ------
-    UnsupportedError
-        If the driver rejects it.
+    Raises UnsupportedError if the driver rejects it.
     """
     if not spec.uses_tma:
         return None

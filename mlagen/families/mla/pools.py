@@ -47,12 +47,8 @@ def check_pool(
     """Return a cache of rows of a format as a pool.
 
     With ``kv_layout`` an axis of size 1 has its place there; ``counts_padding`` says that entries
-    count the rows that fit into the padding of a page, too.
-
-    Raises
-    ------
-    ArgumentError
-        If shape, strides or address break a rule.
+    count the rows that fit into the padding of a page, too. Raises ArgumentError if shape, strides
+    or address break a rule.
     """
     cache = require_tensor(value, argument)
     require_device(cache, argument, device)

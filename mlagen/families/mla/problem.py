@@ -68,12 +68,7 @@ class MlaProblem(Problem):
 def check_problem(args: MlaArgs) -> MlaProblem:
     """Return the problem of ``args``, whose numbers are canonical.
 
-    Raises
-    ------
-    ArgumentError
-        If an argument breaks a rule.
-    UnsupportedError
-        If no kernel supports the dtypes, dimensions or lookup on any device.
+    Raises UnsupportedError if no kernel supports the dtypes, dimensions or lookup on any device.
     """
     query_dtype, query_strides = _check_query(args)
     query, heads = args.query, args.query.shape[-2]

@@ -39,12 +39,8 @@ UNSERVED_FORMATS = {"nvfp4": 384}  # bytes of a row
 def kv_format_of(kv_cache_format: object) -> DType:
     """Return the pair of row formats of ``kv_cache_format``.
 
-    Raises
-    ------
-    ArgumentError
-        If it is none of FlashInfer's.
-    UnsupportedError
-        If it is one that no kernel reads.
+    Raises ArgumentError if it is none of FlashInfer's; UnsupportedError if it is one that no kernel
+    reads.
     """
     unserved = [word for word in UNSERVED_FORMATS if word not in FORMATS]
     word: str = require_choice(kv_cache_format, "kv_cache_format", (*FORMATS, *unserved))

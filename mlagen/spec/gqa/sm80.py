@@ -140,10 +140,8 @@ class GqaSm80Spec(GqaSpec, Sm80Splits):
 def gqa_sm80_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm80Spec:
     """Return the kernel for ``rows`` query rows (heads per KV head times query tokens).
 
-    Raises
-    ------
-    UnsupportedError
-        If no row of :data:`SUPPORTED` covers the variant, or its head dim is unsupported.
+    Raises UnsupportedError if no row of :data:`SUPPORTED` covers the variant, or its head dim is
+    unsupported.
     """
     require_supported(variant)
     specs = [GqaSm80Spec(arch=arch, variant=variant, tile=tile) for tile in TILES]

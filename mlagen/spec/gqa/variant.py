@@ -141,10 +141,7 @@ def has_dim(head_dim: int) -> bool:
 def require_supported(variant: GqaVariant) -> None:
     """Reject a variant that no row of :data:`SUPPORTED` covers.
 
-    Raises
-    ------
-    UnsupportedError
-        The message lists the supported values.
+    Raises UnsupportedError, whose message lists the supported values.
     """
     head_dim_vo = variant.head_dim_vo
     if head_dim_vo and not (has_dim(head_dim_vo) and head_dim_vo < variant.head_dim):

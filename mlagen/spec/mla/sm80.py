@@ -141,10 +141,7 @@ class MlaSm80Spec(MlaKernelSpec, Sm80Splits):
 def mla_sm80_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm80Spec:
     """Return the kernel for ``rows`` query rows per sequence (heads times query tokens).
 
-    Raises
-    ------
-    UnsupportedError
-        If no row of :data:`SUPPORTED` covers the variant.
+    Raises UnsupportedError if no row of :data:`SUPPORTED` covers the variant.
     """
     require_supported(variant)
     choices = _choices(arch, variant)

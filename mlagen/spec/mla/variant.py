@@ -164,10 +164,7 @@ def output_dtype(query_dtype: DType) -> DType:
 def require_supported(variant: MlaVariant) -> None:
     """Reject a variant that no row of :data:`SUPPORTED` covers.
 
-    Raises
-    ------
-    UnsupportedError
-        The message lists the supported values.
+    Raises UnsupportedError, whose message lists the supported values.
     """
     for row in SUPPORTED:
         if row.covers(variant):
