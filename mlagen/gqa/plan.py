@@ -226,7 +226,7 @@ def run_planned(
     """Return the arguments of a run, whose tensors are checked against its plan."""
     settings, requests = plan.settings, plan.requests
     keys, cached_values = pair_of(paged_kv_cache, "paged_kv_cache")
-    scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
+    scales = pair_of(kv_cache_sf, "kv_cache_sf")
     _check_as_planned(plan, q, keys, cached_values, out)
     _check_scales(settings, *scales)
     return GqaArgs(

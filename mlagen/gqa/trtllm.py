@@ -48,31 +48,9 @@ _BACKENDS = ("auto", "xqa", "trtllm-gen", "cake")
 _TRANSFORM_MODES = ("k_only", "separate_kv")
 _NVFP4 = "nvfp4"
 
-# Keywords that no kernel implements, with the value that asks for nothing.
-_NOTHING: dict[str, Any] = {
-    "o_sf_scale": None,
-    "o_sf_vec_size": None,
-    "request_order_plan": None,
-}
-
-
-def reject_unserved_keywords(**given: object) -> None:
-    """Reject keywords that request what no kernel implements, and those of a wrong type."""
-    for keyword, nothing in _NOTHING.items():
-        value = given[keyword]
-        if isinstance(nothing, bool):
-            value = require_flag(value, keyword)
-        elif nothing is not None:
-            value = require_whole_number(value, keyword)
-        reject_unserved(keyword, value, nothing)
-
 
 def check_ignored_keywords(
-    backend: object,
-    threshold: object,
-    transform_mode: object,
-    length_aware_schedule: object,
-    **unread_buffers: object,
+    backend: object, threshold: object, transform_mode: object, length_aware_schedule: object
 ) -> None:
     """Reject keywords of a wrong type that change no result."""
     require_choice(backend, "backend", _BACKENDS)
@@ -81,9 +59,6 @@ def check_ignored_keywords(
     if transform_mode is not None:
         require_choice(transform_mode, "bf16q_fp8kv_transform_mode", _TRANSFORM_MODES)
     require_flag(length_aware_schedule, "length_aware_schedule")
-    query = unread_buffers.pop("query")
-    for name, buffer in unread_buffers.items():
-        check_unread_buffer(name, buffer, query)
 
 
 def check_dcp(
@@ -311,31 +286,24 @@ def trtllm_batch_decode_with_kv_cache(
     -----
     Signature of ``flashinfer.decode.trtllm_batch_decode_with_kv_cache``.
     """
-    check_ignored_keywords(
-        backend,
-        skip_softmax_threshold_scale_factor,
-        bf16q_fp8kv_transform_mode,
-        length_aware_schedule,
-        query=query,
-        multi_ctas_kv_counter_buffer=multi_ctas_kv_counter_buffer,
-    )
+    threshold = skip_softmax_threshold_scale_factor
+    check_ignored_keywords(backend, threshold, bf16q_fp8kv_transform_mode, length_aware_schedule)
+    check_unread_buffer("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer, query)
     dtype = output_dtype(query, out, out_dtype)
-    reject_unserved_keywords(
-        o_sf_scale=o_sf_scale,
-        o_sf_vec_size=o_sf_vec_size,
-        request_order_plan=request_order_plan,
-    )
+    reject_unserved("o_sf_scale", o_sf_scale, None)
+    reject_unserved("o_sf_vec_size", o_sf_vec_size, None)
+    reject_unserved("request_order_plan", request_order_plan, None)
     check_request_order(request_order, query, seq_lens)
     has_lse = require_flag(return_lse, "return_lse") or lse is not None
     dcp = check_dcp(cp_world, cp_rank, causal_seqlens_kv_global, has_lse=has_lse)
     keys, cached_values = pair_of(kv_cache, "kv_cache")
-    scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
+    scales = pair_of(kv_cache_sf, "kv_cache_sf")
     is_shared = require_flag(uses_shared_paged_kv_idx, "uses_shared_paged_kv_idx")
     keyword = "enable_block_sparse_attention"
     has_head_tables = require_flag(enable_block_sparse_attention, keyword)
     if has_head_tables:
         require(is_shared, "uses_shared_paged_kv_idx", f"True with {keyword}", "False")
-        name, threshold = "skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor
+        name = "skip_softmax_threshold_scale_factor"
         require(threshold is None, name, f"None with {keyword}", threshold)
     args = GqaArgs(
         query=converted_query(query, "query", dtype),

@@ -253,12 +253,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         UnsupportedError
             If a keyword requests what no kernel implements.
         """
-        unserved: dict[str, tuple[Any, ...]] = {
-            "pos_encoding_mode": (pos_encoding_mode, "NONE"),
-            "window_right": (window_right, 0),
-        }
-        for keyword, (value, *nothing) in unserved.items():
-            reject_unserved(keyword, value, *nothing)
+        reject_unserved("pos_encoding_mode", pos_encoding_mode, "NONE")
+        reject_unserved("window_right", window_right, 0)
         require_flag(non_blocking, "non_blocking")
         for keyword, value in (("rope_scale", rope_scale), ("rope_theta", rope_theta)):
             if value is not None:
@@ -284,7 +280,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             **dtypes,
             is_causal=True if is_causal is None else require_flag(is_causal, "is_causal"),
             window=_window(window_left),
-            soft_cap=soft_cap_of(logits_soft_cap, "logits_soft_cap"),
+            soft_cap=soft_cap_of(logits_soft_cap),
             sm_scale=require_float32(scale, "sm_scale"),
             kv_layout=self._kv_layout,
             head_dim_vo=_value_dim(head_dim_vo, whole["head_dim"]),
@@ -424,7 +420,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         if q_len_per_req is not None:
             q_len = require_whole_number(q_len_per_req, "q_len_per_req", min_value=1)
         if logits_soft_cap is not None:
-            soft_cap = soft_cap_of(logits_soft_cap, "logits_soft_cap")
+            soft_cap = soft_cap_of(logits_soft_cap)
         own = (window, q_len, soft_cap)
         if own == (settings.window, plan.q_len, settings.soft_cap):
             return plan
@@ -475,7 +471,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         """
         del rope_scale, rope_theta
         reject_unserved("pos_encoding_mode", pos_encoding_mode, "NONE")
-        soft_cap = soft_cap_of(logits_soft_cap, "logits_soft_cap")
+        soft_cap = soft_cap_of(logits_soft_cap)
         if self._plan is not None:
             planned = self._plan.settings
             given = planned.head_dim**-0.5 if sm_scale is None else sm_scale

@@ -174,7 +174,7 @@ def xqa_batch_decode_with_kv_cache(
     both scales mean the same for every dtype of the cache.
     """
     keys, cached_values = pair_of(kv_cache, "kv_cache")
-    scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
+    scales = pair_of(kv_cache_sf, "kv_cache_sf")
     return GqaArgs(
         query=query,
         key_cache=keys,
@@ -186,7 +186,7 @@ def xqa_batch_decode_with_kv_cache(
         q_len=1 if q_len_per_req is None else q_len_per_req,
         kv_layout=kv_layout,
         window=window_of(window_left, "window_left"),
-        soft_cap=soft_cap_of(logits_soft_cap, "logits_soft_cap"),
+        soft_cap=soft_cap_of(logits_soft_cap),
         out=out,
         lse=lse,
         return_lse=return_lse,

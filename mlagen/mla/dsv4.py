@@ -128,8 +128,8 @@ def _lse_shapes(query: torch.Tensor) -> tuple[tuple[int, ...], ...]:
     return leading, (math.prod(leading[:-1]), leading[-1])
 
 
-def _check_words(backend: object, **lengths: object) -> None:
-    """Reject another backend, and lengths of its tables."""
+def _reject_others(backend: object, lengths: dict[str, object], **given: object) -> None:
+    """Reject another backend, lengths of its tables, and what only others of FlashInfer have."""
     word = require_choice(backend, "backend", (*_BACKENDS, *_UNSERVED_BACKENDS))
     if word in _UNSERVED_BACKENDS:
         rule = " or ".join(_BACKENDS)
@@ -138,10 +138,6 @@ def _check_words(backend: object, **lengths: object) -> None:
         if value is not None:
             rule = "not implemented, expected None (the lengths are swa_topk_lens)"
             raise UnsupportedError(f"{name}: {rule}, got {shown(value)}")
-
-
-def _reject_others(**given: object) -> None:
-    """Reject what only other backends of FlashInfer have."""
     for name, value in given.items():
         reject_unserved(name, value, _UNSERVED.get(name))
 
@@ -283,8 +279,9 @@ def trtllm_batch_decode_sparse_mla_dsv4(
     ``batch_decode_sparse_mla_dsv4`` there and here, with the semantics of its ``sparse`` backend;
     ``lse``, ``return_lse``, ``return_lse_base`` and ``batch_invariant`` are mlagen's own.
     """
-    _check_words(backend, sparse_topk_lens=sparse_topk_lens, seq_lens=seq_lens)
     _reject_others(
+        backend,
+        {"sparse_topk_lens": sparse_topk_lens, "seq_lens": seq_lens},
         hca_swa_indices=hca_swa_indices,
         hca_compressed_block_tables=hca_compressed_block_tables,
         hca_seq_lens=hca_seq_lens,

@@ -51,6 +51,10 @@ class Model:
     heads: int
     left_out: tuple[str, ...] = ()  # a sentence for each kind of layer without a kernel
     is_hybrid: bool = False  # some layers have a recurrent state, which inflates a server's blocks
+    has_two_pools: bool = False  # DeepSeek-V4: of the last tokens, and of compressed ones
+    # Tokens of the blocks that query tokens choose; 0: none. Of MiniMax-M3 some layers have blocks,
+    # and of Qwen3.8, where a block is a token, all have, with an output gate.
+    sparse_block: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +64,6 @@ class MlaModel(Model):
     kv_lora_rank: int
     qk_rope_head_dim: int
     is_sparse: bool  # has sparse (top-k) attention
-    has_two_pools: bool = False  # DeepSeek-V4: of the last tokens, and of compressed ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +76,6 @@ class GqaModel(Model):
     others: tuple[GqaHeads, ...] = ()  # of layers with other heads
     window: int | None = None  # tokens that sliding layers attend to: an argument of the call
     has_soft_cap: bool = False  # of the scores, whose value is an argument of the call
-    # Tokens of the blocks that query tokens choose; 0: none. Of MiniMax-M3 some layers have blocks,
-    # and of Qwen3.8, where a block is a token, all have, with an output gate.
-    sparse_block: int = 0
 
     def heads_of_layers(self) -> tuple[GqaHeads, ...]:
         """Return the head configurations of the layers, without duplicates."""
@@ -171,7 +171,7 @@ def _text_part(fields: Fields) -> Fields:
 
 
 def _two_pools(fields: Fields) -> MlaModel:
-    left_out, is_hybrid = layers_left_out(fields, "two pools")
+    layers = layers_left_out(fields, "two pools")
     fields.read.update((*_MLA_PROJECTIONS, *_COMPRESSION, "kv_lora_rank"))
     ((rank, rope),), (roped,) = DSV4_ROW.head_dims, DSV4_ROW.bf16_elements
     heads, head_dim = fields.count("num_attention_heads"), fields.count("head_dim")
@@ -180,25 +180,14 @@ def _two_pools(fields: Fields) -> MlaModel:
         rule = str((rank + rope, roped))
         raise fields.rejection("head_dim, qk_rope_head_dim", rule, dims)
     window_of(fields)  # read: the window is an argument of the call, too
-    reject_unknown(fields, is_mla=True)
-    return MlaModel(
-        name=fields.name,
-        dtype=fields.dtype(),
-        heads=heads,
-        left_out=left_out,
-        is_hybrid=is_hybrid,
-        kv_lora_rank=rank,
-        qk_rope_head_dim=rope,
-        is_sparse=True,
-        has_two_pools=True,
-    )
+    return _mla_model(fields, heads, layers, (rank, rope), is_sparse=True, has_two_pools=True)
 
 
 def _mla(fields: Fields) -> MlaModel:
     heads = fields.count("num_attention_heads")
-    left_out, is_hybrid = layers_left_out(fields, "mla")
+    layers = layers_left_out(fields, "mla")
     fields.read.update(_MLA_PROJECTIONS)
-    if window_of(fields) is not None and not any("layers of sliding_" in text for text in left_out):
+    if window_of(fields) is not None and not any("layers of sliding_" in one for one in layers[0]):
         raise fields.rejection("sliding_window", "MLA without a window", window_of(fields))
     is_sparse = fields.count("index_topk", default=0) != 0
     rank, rope = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim", minimum=0)
@@ -206,16 +195,26 @@ def _mla(fields: Fields) -> MlaModel:
     if (rank, rope) not in known:
         rule = " or ".join(map(str, known))
         raise fields.rejection("kv_lora_rank, qk_rope_head_dim", rule, (rank, rope))
+    return _mla_model(fields, heads, layers, (rank, rope), is_sparse=is_sparse)
+
+
+def _mla_model(
+    fields: Fields,
+    heads: int,
+    layers: tuple[tuple[str, ...], bool],
+    dims: tuple[int, int],
+    **facts: bool,
+) -> MlaModel:
     reject_unknown(fields, is_mla=True)
     return MlaModel(
         name=fields.name,
         dtype=fields.dtype(),
         heads=heads,
-        left_out=left_out,
-        is_hybrid=is_hybrid,
-        kv_lora_rank=rank,
-        qk_rope_head_dim=rope,
-        is_sparse=is_sparse,
+        left_out=layers[0],
+        is_hybrid=layers[1],
+        kv_lora_rank=dims[0],
+        qk_rope_head_dim=dims[1],
+        **facts,
     )
 
 

@@ -113,28 +113,23 @@ def page_sizes_of(model: MlaModel | GqaModel, use: ServingOptions) -> Sequence[i
     They are no constants of kernels over two pools: ``(0,)``. A page of Qwen3.8 is a whole KV
     block, which grows to the size of a recurrent state: without an option there are none.
     """
-    if has_two_pools(model):
+    if model.has_two_pools:
         if use.page_sizes:
             rule = "none, as its kernels take any"
             reject(f"{model.name}: page_size", rule, ", ".join(map(str, use.page_sizes)))
         return (0,)
-    if isinstance(model, GqaModel) and model.sparse_block == 1:
+    if model.sparse_block == 1:
         return use.page_sizes or ()
     sizes = served_page_sizes(is_mla=isinstance(model, MlaModel), is_hybrid=model.is_hybrid)
-    if isinstance(model, GqaModel) and model.sparse_block:  # of MiniMax-M3
+    if model.sparse_block:  # of MiniMax-M3
         sizes += (model.sparse_block,)  # vLLM's layers share the pages of those of blocks
     return use.page_sizes or sizes
-
-
-def has_two_pools(model: MlaModel | GqaModel) -> bool:
-    """Whether the layers of a model attend to tokens of two pools, as DeepSeek-V4's do."""
-    return isinstance(model, MlaModel) and model.has_two_pools
 
 
 def page_size_text(model: MlaModel | GqaModel, use: ServingOptions) -> str:
     """Return the page sizes of the calls in words."""
     sizes = page_sizes_of(model, use)
-    has_any = has_two_pools(model) or not sizes
+    has_any = model.has_two_pools or not sizes
     return "any page size" if has_any else f"page size {_joined(sizes)}"
 
 
@@ -289,7 +284,7 @@ def _group_size(model: GqaModel, layer: GqaHeads, tp: int) -> int:
 
 def _dtypes(model: MlaModel | GqaModel, use: ServingOptions) -> Iterator[tuple[DType, DType]]:
     """Yield the dtypes of query and cache of each call."""
-    if has_two_pools(model):
+    if model.has_two_pools:
         kv_dtypes = use.kv_dtypes or (DType.FP8_DSV4,)
         yield from product(use.dtypes or (model.dtype,), kv_dtypes)
         return

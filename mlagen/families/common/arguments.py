@@ -59,12 +59,10 @@ def require(condition: bool, argument: str, expected: object, got: object) -> No
         reject(argument, expected, got)
 
 
-def reject_unserved(keyword: str, value: object, *nothing: object) -> None:
-    """Reject a keyword that no kernel implements, unless it has one of the other values."""
-    if value is nothing[0]:
-        return
-    if not any(value is each or (is_scalar(value) and value == each) for each in nothing):
-        rule = f"not implemented, expected {nothing[0]!r}"
+def reject_unserved(keyword: str, value: object, nothing: object) -> None:
+    """Reject a keyword that no kernel implements, unless it asks for nothing."""
+    if value is not nothing and not (is_scalar(value) and value == nothing):
+        rule = f"not implemented, expected {nothing!r}"
         raise UnsupportedError(f"{keyword}: {rule}, got {shown(value)}")
 
 

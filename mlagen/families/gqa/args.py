@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -134,9 +134,9 @@ def canonical_numbers(args: GqaArgs) -> GqaArgs:
 
 
 def pair_of(
-    kv: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor], argument: str
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return keys and values; the values are None where one tensor holds both."""
+    kv: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor] | None, argument: str
+) -> tuple[Any, torch.Tensor | None]:
+    """Return keys and values; the values are None where one tensor, or none, holds both."""
     if not isinstance(kv, (tuple, list)):
         return kv, None
     if len(kv) != 2:
@@ -167,13 +167,13 @@ def window_of(window: object, argument: str, *, has_own: bool = False) -> int:
     return max(0, number if has_own else number + 1)
 
 
-def soft_cap_of(soft_cap: object, argument: str) -> float:
+def soft_cap_of(soft_cap: object) -> float:
     """Return the soft cap of the scores; 0 is none."""
     if soft_cap is None:
         return 0.0
-    number = require_float32(soft_cap, argument)
+    number = require_float32(soft_cap, "logits_soft_cap")
     if number != 0 and not 1e-30 <= number <= 1e30:  # of its powers in fp32, none is infinite
-        reject(argument, "None, 0, or a number from 1e-30 to 1e30", number)
+        reject("logits_soft_cap", "None, 0, or a number from 1e-30 to 1e30", number)
     return abs(number)  # no -0.0, which no key distinguishes from 0.0
 
 
