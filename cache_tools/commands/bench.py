@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,35 @@ if TYPE_CHECKING:
 _ALL = "all"  # --compare without a value
 
 
+# Options that choose cases by numbers: the name, the least number, and the help.
+_COUNTS = (
+    ("batch", 1, "Requests; default: 128."),
+    ("seq-len", 1, "Cached tokens per request; default: 4096."),
+    ("heads", 1, "Query heads; default: 128, for GQA 64."),
+    ("kv-heads", 1, "KV heads, for GQA; default: 8."),
+    ("head-dim", 1, "Head dim, for GQA; default: 128."),
+    ("head-dim-vo", 0, "Head dim of values, for GQA; 0: of keys; default: 0."),
+    ("q-len", 1, "Query tokens per request; default: 1."),
+    ("page-size", 1, "Tokens per page; default: 64."),
+    ("qk-rope-head-dim", 0, "For MLA, rope elements of a token, 64 or 0; default: 64."),
+    (
+        *("top-k", 0),
+        "Tokens that a query token chooses, for MLA also its indices; 0 is dense; default: 0.",
+    ),
+    (
+        *("sparse-block", 1),
+        "For GQA, tokens that an index names: 1, or 128, which is the page size; default: 1.",
+    ),
+    (
+        *("compress-ratio", 1),
+        (
+            "DeepSeek-V4: tokens that one of the --top-k stands for, 4 or 128; of V4.1, 1 or 2; "
+            "default: 4."
+        ),
+    ),
+    ("window-left", 0, "For GQA, tokens before its own that a row attends to; default: all."),
+    ("soft-cap", 0, "For GQA, soft cap of the scores; 0 is none; default: 0."),
+)
 # Options that choose cases by their values.
 _CASE_OPTIONS = (
     values_option(
@@ -40,50 +69,7 @@ _CASE_OPTIONS = (
         metavar="REGEX",
         help="Only cases whose name this regular expression matches, such as 'top-k|512\\+0'.",
     ),
-    values_option("batch", numbers(1), "N", "Requests; default: 128."),
-    values_option("seq-len", numbers(1), "N", "Cached tokens per request; default: 4096."),
-    values_option("heads", numbers(1), "N", "Query heads; default: 128, for GQA 64."),
-    values_option("kv-heads", numbers(1), "N", "KV heads, for GQA; default: 8."),
-    values_option("head-dim", numbers(1), "N", "Head dim, for GQA; default: 128."),
-    values_option(
-        "head-dim-vo", numbers(0), "N", "Head dim of values, for GQA; 0: of keys; default: 0."
-    ),
-    values_option("q-len", numbers(1), "N", "Query tokens per request; default: 1."),
-    values_option("page-size", numbers(1), "N", "Tokens per page; default: 64."),
-    values_option(
-        "qk-rope-head-dim",
-        numbers(0),
-        "N",
-        "For MLA, rope elements of a token, 64 or 0; default: 64.",
-    ),
-    values_option(
-        "top-k",
-        numbers(0),
-        "N",
-        "Tokens that a query token chooses, for MLA also its indices; 0 is dense; default: 0.",
-    ),
-    values_option(
-        "sparse-block",
-        numbers(1),
-        "N",
-        "For GQA, tokens that an index names: 1, or 128, which is the page size; default: 1.",
-    ),
-    values_option(
-        "compress-ratio",
-        numbers(1),
-        "N",
-        "DeepSeek-V4: tokens that one of the --top-k stands for, 4 or 128; of V4.1, 1 or 2; "
-        "default: 4.",
-    ),
-    values_option(
-        "window-left",
-        numbers(0),
-        "N",
-        "For GQA, tokens before its own that a row attends to; default: all.",
-    ),
-    values_option(
-        "soft-cap", numbers(0), "N", "For GQA, soft cap of the scores; 0 is none; default: 0."
-    ),
+    *(values_option(name, numbers(least), "N", text) for name, least, text in _COUNTS),
     values_option(
         "dtype", names, "DTYPE", "Dtype of the query, bf16, fp16 or e4m3; default: bf16."
     ),
@@ -121,33 +107,22 @@ def _case_options(command: Command) -> Command:
     return command
 
 
+def _path_option(name: str, metavar: str, text: str) -> Callable[[Command], Command]:
+    return click.option(f"--{name}", type=click.Path(path_type=Path), metavar=metavar, help=text)
+
+
 @click.command()
 @click.option("--suite", type=click.Choice(list(SUITES)), help="Cases to measure; default: quick.")
 @_case_options
-@click.option(
-    "--libraries",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Folder of `pip install --target` with the libraries of --compare.",
+@_path_option(
+    "libraries", "DIR", "Folder of `pip install --target` with the libraries of --compare."
 )
-@click.option(
-    "--from-json",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Show earlier results, of the chosen cases and --mode if given; needs no GPU.",
+@_path_option(
+    *("from-json", "FILE"),
+    "Show earlier results, of the chosen cases and --mode if given; needs no GPU.",
 )
-@click.option(
-    "--plot",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Draw bars into an .svg or .png; needs matplotlib.",
-)
-@click.option(
-    "--baseline",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Earlier results; exit with 1 if a case is slower.",
-)
+@_path_option("plot", "FILE", "Draw bars into an .svg or .png; needs matplotlib.")
+@_path_option("baseline", "FILE", "Earlier results; exit with 1 if a case is slower.")
 @click.option(
     "--tolerance",
     default="3%",

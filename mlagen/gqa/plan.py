@@ -29,14 +29,12 @@ from mlagen.planned.metadata import (
     checked,
     checked_buffers,
     copy_into,
-    lengths_on_host,
-    longest,
+    max_kv_len_of,
     on_device,
     private_copy,
 )
 from mlagen.planned.op import PlannedOp
 from mlagen.planned.plan import Plan, settings_of, text_of
-from mlagen.runtime.capture import is_capturing
 
 NAMES = {"kv_indptr": "indptr", "kv_indices": "indices", "kv_len_arr": "last_page_len"}
 BUFFER_NAMES = {part: f"paged_kv_{name}_buffer" for part, name in NAMES.items()}
@@ -127,13 +125,12 @@ def plan_of(
     offsets, lengths = within_page_ids(given, seq_lens, page_size, device)
     known = {"kv_len_arr": lengths if seq_lens is None else seq_lens}
     names = {**given.names, "kv_len_arr": "seq_lens"}
-    on_host = lengths_on_host(replace(given.with_tensors(known), names=names), page_size)
-    if on_host is not None:
-        max_kv_len = longest(on_host)
-    elif buffers is None and not is_capturing(device):
-        max_kv_len = longest(lengths)
-    else:
-        max_kv_len = given.capacity(page_size, is_bound=settings.batch_invariant)
+    max_kv_len = max_kv_len_of(
+        replace(given.with_tensors(known), names=names),
+        page_size,
+        is_bound=settings.batch_invariant,
+        read_back=lengths if buffers is None else None,
+    )
     if buffers is not None:
         requests = buffers.store(given, q_len, offsets, lengths)
         # Replays of a captured graph have other requests.

@@ -25,20 +25,16 @@ from mlagen.families.common.arguments import (
     shown,
 )
 from mlagen.families.common.device_checks import query_lengths
-from mlagen.families.common.memory import (
-    require_plain,
-)
+from mlagen.families.common.memory import require_plain
 from mlagen.mla.contract import MLAInputContract, MLAPlanMetadata
 from mlagen.planned.metadata import (
     Requests,
     checked,
     copied,
     copy_into,
-    lengths_on_host,
-    longest,
+    max_kv_len_of,
 )
 from mlagen.planned.plan import Plan, settings_of, text_of
-from mlagen.runtime.capture import is_capturing
 from mlagen.spec.mla.variant import MAX_HEADS, MlaVariant, require_supported
 
 DENSE_NAMES = {
@@ -217,13 +213,9 @@ def _sizes_of(
     if given.qo_indptr.device.type == "cpu":
         offsets = given.qo_indptr.view(torch.int32)
         q_lens = query_lengths(offsets, name, int(offsets[-1])).tolist()
-    lengths = lengths_on_host(given, page_size)
-    if lengths is not None:
-        max_kv_len = longest(lengths)
-    elif is_bound and not given.is_dense and not is_capturing(given.kv_len_arr.device):
-        max_kv_len = longest(given.kv_len_arr.view(torch.int32))
-    else:
-        max_kv_len = given.capacity(page_size, is_bound=is_bound)
+    reads_back = is_bound and not given.is_dense
+    read_back = given.kv_len_arr.view(torch.int32) if reads_back else None
+    max_kv_len = max_kv_len_of(given, page_size, is_bound=is_bound, read_back=read_back)
     if q_lens is None:
         return {"max_kv_len": max_kv_len, "max_q_len": bound}
     needed = max(q_lens, default=0)

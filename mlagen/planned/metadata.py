@@ -20,6 +20,7 @@ from mlagen.families.common.arguments import (
 )
 from mlagen.families.common.device_checks import check_seq_lens, table_capacity
 from mlagen.families.common.memory import require_memory
+from mlagen.runtime.capture import is_capturing
 
 _CPU = torch.device("cpu")
 _OFFSETS = ("qo_indptr", "kv_indptr")
@@ -120,8 +121,18 @@ def lengths_on_host(given: Requests, page_size: int) -> torch.Tensor | None:
     return capacity if isinstance(capacity, torch.Tensor) else None
 
 
-def longest(lengths: torch.Tensor) -> int:
-    """Return the largest length, which a read of metadata on a device waits for."""
+def max_kv_len_of(
+    given: Requests, page_size: int, *, is_bound: bool, read_back: torch.Tensor | None
+) -> int:
+    """Return the longest length on the CPU, or of those to read back, or a request's capacity.
+
+    Reading back waits for the device.
+    """
+    lengths = lengths_on_host(given, page_size)
+    if lengths is None and read_back is not None and not is_capturing(read_back.device):
+        lengths = read_back
+    if lengths is None:
+        return given.capacity(page_size, is_bound=is_bound)
     return min(int(lengths.max()), INT32_MAX) if len(lengths) else 0
 
 
