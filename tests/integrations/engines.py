@@ -154,14 +154,15 @@ def save_minimax_m3(folder: Path) -> None:
 
 
 def save_qwen3_8(folder: Path) -> None:
-    """Save the configuration of a Qwen3.8 with a recurrent layer and sparse ones, without weights.
+    """Save the configuration of a Qwen3.8 of sparse layers, without weights.
 
-    A token attends to as many others as prompts have, and to all experts: rounding chooses no
-    others. The dims of the residual streams are no multiple of 8, for which vLLM needs CuTe DSL.
+    Recurrent ones would tune a hundred kernels. A token attends to as many others as prompts have,
+    and to all experts: rounding chooses no others. The dims of the residual streams are no multiple
+    of 8, for which vLLM needs CuTe DSL.
     """
     index = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128}
     chosen = {"indexer_budget": 2048, "indexer_compress_ratio": 4}
-    linear = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    linear = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}  # the size of a KV block
     experts = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
     fields: dict[str, Any] = SIZES | {
         "architectures": ["Qwen4ExpForCausalLM"],
@@ -176,9 +177,8 @@ def save_qwen3_8(folder: Path) -> None:
             "rope_theta": 1e6,
             "partial_rotary_factor": 0.25,
         },
-        "layer_types": ["linear_attention", *["full_attention"] * (LAYERS - 1)],
+        "layer_types": ["full_attention"] * LAYERS,
         "hc_count": 2,
-        "output_gate_type": "silu",
         **index,
         **chosen,
         **linear,

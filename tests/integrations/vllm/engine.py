@@ -44,7 +44,7 @@ WITHOUT_MODELS = "alone"  # beside a backend: layers that choose their attention
 DRAWN: dict[str, tuple[dict[str, Any], float]] = {
     "deepseek_v4": ({"kv_cache_dtype": "fp8"}, 1.0),
     "minimax_m3_mtp": ({}, M3_NORM),
-    "qwen4_exp_text": ({"gdn_prefill_backend": "triton"}, M3_NORM),
+    "qwen4_exp_text": ({}, M3_NORM),
 }
 
 
