@@ -443,9 +443,11 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[Any]):
         )
         assert kv_cache_spec.block_size <= 64 or current_platform.is_device_capability_family(100)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any) -> Any:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
         """Return whether a batch of prefill has vLLM's other kernels."""
-        del common_prefix_len, common_attn_metadata
+        del common_prefix_len, common_attn_metadata, fast_build
         return use_trtllm_attention(is_prefill=True)
 
     def get_q_data_type(self, is_prefill: bool) -> torch.dtype:

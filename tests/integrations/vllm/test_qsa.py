@@ -12,6 +12,7 @@ import torch
 
 from tests.fixture_types import Patch
 from tests.integrations.servers import Import, is_installed
+from tests.integrations.signatures import disagreement
 from tests.integrations.vllm.conftest import current_config
 from tests.problems.sparse_gqa import SparseProblem
 from tests.problems.sparse_gqa_cases import qsa
@@ -192,4 +193,6 @@ def test_the_option_chooses_the_decode(vllm: Import, layers: Any, monkeypatch: P
         assert (str(variant.kv_dtype), variant.page_size, rows) == (kv, 1056, 12)
         assert (variant.sparse_block, variant.has_output_gate, variant.head_dim) == (1, True, 256)
     assert issubclass(ours.attention_of(layers.Qwen4ExpQSAAttention), layers.Qwen4ExpQSAAttention)
+    theirs = layers.Qwen4ExpQSAFlashAttentionImpl
+    assert disagreement(ours.impl_of(theirs).forward_qsa, theirs.forward_qsa) is None
     assert "Qwen4ExpForConditionalGeneration" in models.MODELS
