@@ -239,8 +239,8 @@ def _gqa_calls(model: GqaModel, use: ServingOptions) -> Iterator[tuple[GqaVarian
                 page_size=page_size,
                 has_soft_cap=model.has_soft_cap,
             )
-            if block == 1:
-                variant = replace(variant, sparse_block=1, has_output_gate=True)
+            if block == 1:  # SGLang, to which each slot is a page, multiplies by the gate itself
+                variant = replace(variant, sparse_block=1, has_output_gate=page_size > 1)
             # Every query token of a sparse call is a sequence.
             for group, q_len in product(groups, (1,) if block == 1 else use.q_lens):
                 yield variant, group * q_len
