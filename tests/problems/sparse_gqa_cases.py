@@ -61,6 +61,21 @@ QSA_CASES = [
     qsa("wild indices", seq_lens=(300, 17), requests=(1, 0), indices="invalid"),
     qsa("one token many times", seq_lens=(300, 17), requests=(1, 0), indices="twice"),
     qsa("page ids outside of the cache", seq_lens=(300, 70), requests=(1, 0), has_pages=False),
-    qsa("a long list", seq_lens=(3000,), requests=(0,), num_indices=2051, kv_heads=1, gate=True),
+    qsa(
+        "a long list",
+        seq_lens=(3000,),
+        requests=(0,),
+        num_indices=2051,
+        kv_heads=1,
+        kv="nvfp4",
+        gate=True,
+    ),
+    qsa(
+        "tails",
+        seq_lens=(700, 3),
+        requests=(0, 0, 1, 0),
+        num_indices=274,
+        counts=(259, 256, 3, 274),
+    ),
 ]
 CASES = [*MSA_CASES, *QSA_CASES]

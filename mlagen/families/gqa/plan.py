@@ -194,7 +194,7 @@ def shape_of(args: GqaArgs, problem: GqaProblem) -> ProblemShape:
     # The window of the arguments: that of a problem depends on the width of its table.
     sparse_tokens = problem.num_indices * problem.variant.sparse_block
     max_seq_len = sparse_tokens or args.max_seq_len
-    max_kv_len = attended_tokens(max_seq_len, args.window, problem.max_q_len)
+    max_kv_len = sparse_tokens or attended_tokens(max_seq_len, args.window, problem.max_q_len)
     shape = ProblemShape(
         batch=problem.batch,
         q_len=problem.q_len,
@@ -203,7 +203,7 @@ def shape_of(args: GqaArgs, problem: GqaProblem) -> ProblemShape:
         kv_heads=problem.kv_heads,
         total_rows=problem.tokens * problem.heads,
         max_kv_len=max_kv_len,
-        is_windowed=max_kv_len < rounded_up(max_seq_len),
+        is_windowed=not sparse_tokens and max_kv_len < rounded_up(max_seq_len),
     )
     return shape.per_token() if sparse_tokens else shape
 

@@ -163,7 +163,7 @@ class GqaSm90Spec(GqaSpec):
 
     def schedule_units(self, kv_len: int) -> int:
         """Return the units of a work tile in the schedule: KV blocks, or fixed splits of these."""
-        kv_blocks = max(1, -(-kv_len // self.block_n))
+        kv_blocks = max(1, -(-(kv_len - self.tail_tokens) // self.block_n))
         if not self.split_tokens:
             return kv_blocks
         min_blocks = self.split_tokens // self.block_n
@@ -171,6 +171,15 @@ class GqaSm90Spec(GqaSpec):
             return min(-(-kv_blocks // min_blocks), self.max_splits)
         limit = max(1, kv_blocks // min_blocks)
         return min(1 << (limit.bit_length() - 1), self.max_splits)
+
+    @property
+    def tail_tokens(self) -> int:
+        """Tokens of a last KV block that does not count in the schedule.
+
+        A list of QSA has up to three tokens behind a whole number of KV blocks; if some lists of a
+        batch had one block more for these, ranges of equal length would split most work tiles.
+        """
+        return 0 if self.uses_tma else _STEP_TOKENS
 
     @property
     def max_splits(self) -> int:

@@ -48,7 +48,8 @@ __device__ inline int window_kv_begin(const Params& params, int kv_len, int q_le
 __device__ inline void set_kv_blocks(const Params& params, SeqInfo& seq_info, int seq_len) {
   seq_info.kv_len = min(max(seq_len, 0), params.max_tokens);
   seq_info.first_kv_block = window_kv_begin(params, seq_info.kv_len, seq_info.q_len, 0) / kBlockN;
-  seq_info.num_kv_blocks = ceil_div(seq_info.kv_len, kBlockN) - seq_info.first_kv_block;
+  const int tokens = kTailTokens == 0 ? seq_info.kv_len : max(seq_info.kv_len - kTailTokens, 0);
+  seq_info.num_kv_blocks = ceil_div(tokens, kBlockN) - seq_info.first_kv_block;
   if constexpr (kBatchInvariant) {
     seq_info.blocks_to_split = seq_info.num_kv_blocks;
     seq_info.num_kv_blocks = num_fixed_splits(seq_info.blocks_to_split);

@@ -153,6 +153,7 @@ __device__ inline WorkItem work_at(const Params& params, const ScheduleRange& ra
 
   int begin = seq_info.first_kv_block + state.first_kv_block(range);
   int end = seq_info.first_kv_block + state.end_kv_block(range);
+  if (kTailTokens > 0 && end == seq_info.num_kv_blocks) end = ceil_div(work.kv_end, kBlockN);
   if constexpr (kBatchInvariant) {
     begin = seq_info.first_kv_block + fixed_split_begin(seq_info, state.split);
     end = seq_info.first_kv_block + fixed_split_begin(seq_info, state.split + 1);
