@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import (
@@ -63,7 +64,8 @@ def check(runner: Any, name: str, backend: type) -> None:
     for layer in layers_of(runner):
         if layer.logit_cap and name != MHA:
             raise ValueError(f"{name}: expected layers without logit_cap, got {layer.logit_cap}")
-    if runner.page_size % 16:
+    # Qwen3.8 is read token by token, whatever the pages.
+    if runner.page_size % 16 and not is_qwen_qsa(runner.model_config.hf_config):
         _logger.warning(
             "page_size: the sm90 kernels need a multiple of 16, got %d; pass --page-size 64",
             runner.page_size,

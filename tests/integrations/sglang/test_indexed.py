@@ -97,7 +97,7 @@ def test_a_step_attends_to_the_tokens_of_its_indices(sglang: Import, indexed: Mo
     [
         ("MiniMaxM3SparseForCausalLM", {}, 128, [(128, 0), (128, 128)]),
         ("MiniMaxM3SparseForCausalLM", {}, 64, [(64, 0)]),
-        ("Qwen4ExpForCausalLM", QWEN, 64, [(1, 1)]),
+        ("Qwen4ExpForCausalLM", QWEN, 1, [(1, 1)]),
         ("LlamaForCausalLM", {}, 64, [(64, 0)]),
     ],
 )
@@ -126,7 +126,7 @@ def test_the_model_says_which_kernels_are_warmed_up_and_what_is_replaced(
     is_replaced = any(block for _, block in kinds)
     assert [kind.name for _, _, kind in hooks] == ["AROUND"] * is_replaced
     warns = architecture.startswith("MiniMax") and not is_replaced
-    assert ("pass --page-size 128" in caplog.text) is warns
+    assert ("pass --page-size" in caplog.text) is warns
 
 
 def test_another_sglang_is_rejected(indexed: ModuleType, monkeypatch: Patch) -> None:
