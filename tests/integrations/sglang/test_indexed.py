@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,9 @@ def indexed(sglang: Import) -> ModuleType:
 
 
 @pytest.mark.parametrize("kv", ["16-bit", "e4m3"])
-def test_a_step_attends_to_the_blocks_of_its_indices(indexed: ModuleType, kv: str) -> None:
+def test_a_step_attends_to_the_blocks_of_its_indices(
+    sglang: Import, indexed: ModuleType, kv: str, monkeypatch: Patch
+) -> None:
     """What SGLang decodes with slots of its own, or other pages, is left to it."""
     scale = 0.5 if kv == "e4m3" else 1.0
     case = msa("", seq_lens=(500, 130, 0), kv=kv, output_scale=scale)
@@ -55,6 +58,16 @@ def test_a_step_attends_to_the_blocks_of_its_indices(indexed: ModuleType, kv: st
 
     for change in ({"hisparse_slots": 1}, {"page_size": 64}, {"q": problem.query[:2]}):
         assert indexed.attend_to_blocks(backend, theirs, **call | change) == "SGLang's"
+    if is_installed("sglang"):  # with blocks that another layer has chosen
+        module = sglang("sglang.srt.layers.attention.minimax_sparse_ops.minimax_sparse")
+        hooked = partial(indexed.attend_to_blocks, backend, theirs)
+        monkeypatch.setattr(module, "flash_decode_with_gqa_share_sparse", hooked)
+        caches = call["k_cache"], call["v_cache"], torch.empty(3, 2, 128), None, None, None
+        step_of = (None, None, problem.seq_lens, 500, 1, 128, 4, 0, 0)
+        named = {"page_size": 128, "cached_topk_idx": problem.indices}
+        named |= dict(zip(("k_scale", "v_scale"), scales, strict=True))
+        _, out = module.minimax_sparse_decode(problem.query, None, *caches, *step_of, **named)
+        problem.check(out)
 
 
 def test_a_step_attends_to_the_tokens_of_its_indices(sglang: Import, indexed: ModuleType) -> None:
