@@ -7,17 +7,14 @@ import torch
 from mlagen.entry_point import OUT_AND_LSE, entry_point
 from mlagen.families.common.arguments import (
     chooses_batch_invariant,
+    dense_target,
     factor_of,
     require_choice,
-    require_dense_last_dim,
-    require_device,
     require_dims,
-    require_dtype,
     require_flag,
-    require_shape,
     require_tensor,
 )
-from mlagen.families.common.memory import require_memory, require_writable
+from mlagen.families.common.memory import require_memory
 from mlagen.families.dispatch import GQA
 from mlagen.families.gqa.args import GqaArgNames, GqaArgs
 from mlagen.families.gqa.scratch import with_scratch
@@ -147,7 +144,7 @@ def qsa_sparse_paged_attention(
         block_tables=require_tensor(block_table, "block_table"),
         seq_lens=None,
         max_seq_len=0,
-        out=_dense_out(out, query),
+        out=dense_target(out, "out", query, query.dtype, (tuple(query.shape),), of="q"),
         is_out_like_query=True,
         lse=lse,
         return_lse=require_flag(return_lse, "return_lse"),
@@ -166,16 +163,3 @@ def qsa_sparse_paged_attention(
         names=_NAMES,
     )
     return with_scratch(args)
-
-
-def _dense_out(out: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """Return an output that kernels can write; None for one with gaps, which gets a copy."""
-    if out is None:
-        return None
-    require_memory(require_tensor(out, "out"), "out")
-    require_writable(out, "out")
-    require_device(out, "out", query.device)
-    require_dtype(out, "out", (query.dtype,), "dtype of q")
-    require_shape(out, "out", (tuple(query.shape),), "shape of q")
-    require_dense_last_dim(out, "out")
-    return out if out.is_contiguous() else None

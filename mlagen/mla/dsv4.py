@@ -11,23 +11,20 @@ from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
     check_unread_buffer,
     chooses_batch_invariant,
+    dense_target,
     is_pdl_enabled,
     reject,
     reject_unserved,
     require,
     require_choice,
-    require_dense_last_dim,
-    require_device,
     require_dims,
-    require_dtype,
     require_index,
-    require_shape,
     require_tensor,
     require_whole_number,
     shown,
     unwrap_sinks,
 )
-from mlagen.families.common.memory import require_memory, require_plain, require_writable
+from mlagen.families.common.memory import require_memory, require_plain
 from mlagen.families.dispatch import MLA
 from mlagen.families.mla.args import MlaArgNames, MlaArgs
 from mlagen.families.mla.pools import check_pool
@@ -94,25 +91,6 @@ def _pages_of(
         kv_layout=kv_layout,
         counts_padding=row.has_inline_scales,
     ).cache
-
-
-def _dense_target(
-    output: torch.Tensor | None,
-    argument: str,
-    dtype: torch.dtype,
-    query: torch.Tensor,
-    *shapes: tuple[int, ...],
-) -> torch.Tensor | None:
-    """Return an output that kernels can write; None for one with gaps, which gets a copy."""
-    if output is None:
-        return None
-    require_memory(require_tensor(output, argument), argument)
-    require_writable(output, argument)
-    require_device(output, argument, query.device)
-    require_dtype(output, argument, (dtype,))
-    require_shape(output, argument, shapes)
-    require_dense_last_dim(output, argument)
-    return output if output.is_contiguous() else None
 
 
 def _checked_indices(value: object, argument: str) -> torch.Tensor:
@@ -320,11 +298,11 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         block_tables=indices,
         seq_lens=None,
         max_seq_len=width,
-        out=_dense_target(out, "out", torch.bfloat16, query, tuple(query.shape)),
+        out=dense_target(out, "out", query, torch.bfloat16, (tuple(query.shape),)),
         bmm1_scale=bmm1_scale,
         bmm2_scale=bmm2_scale,
         sinks=unwrap_sinks(sinks),
-        lse=_dense_target(lse, "lse", torch.float32, query, *_lse_shapes(query)),
+        lse=dense_target(lse, "lse", query, torch.float32, _lse_shapes(query)),
         return_lse=return_lse,
         return_lse_base=return_lse_base,
         top_k=indices.shape[-1],

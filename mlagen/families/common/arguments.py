@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mlagen.errors import UnsupportedError
-from mlagen.families.common.memory import require_memory, require_shaped
+from mlagen.families.common.memory import require_memory, require_shaped, require_writable
 from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
 from mlagen.values import (
@@ -194,6 +194,29 @@ def require_floats(
 ) -> torch.Tensor:
     """Return ``value`` if it is a contiguous fp32 tensor on ``device`` with an allowed shape."""
     return require_ints(value, argument, device, allowed, why, (torch.float32,))
+
+
+def dense_target(
+    output: torch.Tensor | None,
+    argument: str,
+    query: torch.Tensor,
+    dtype: torch.dtype,
+    shapes: Sequence[tuple[int, ...]],
+    of: str = "",
+) -> torch.Tensor | None:
+    """Return an output that kernels can write; None for one with gaps, which gets a copy.
+
+    Its dtype and shape are those of the argument ``of``, if it is one.
+    """
+    if output is None:
+        return None
+    require_memory(require_tensor(output, argument), argument)
+    require_writable(output, argument)
+    require_device(output, argument, query.device)
+    require_dtype(output, argument, (dtype,), of and f"dtype of {of}")
+    require_shape(output, argument, shapes, of and f"shape of {of}")
+    require_dense_last_dim(output, argument)
+    return output if output.is_contiguous() else None
 
 
 def require_workspace(value: object, argument: str, device: torch.device) -> None:
