@@ -12,8 +12,9 @@ inline unsigned now;
 
 static void note_write(u32 address) { chunk_writes[address / 16] = {++now, current}; }
 static void fence_proxy_async() { fences[current] = ++now; }
-static void require_fence(u32 address) {
+// For readers that had all passed one at `fenced`.
+static void require_fence(u32 address, unsigned fenced) {
   const ChunkWrite& write = chunk_writes[address / 16];
-  if (write.when > fences[write.thread] && write.when > fences[current])
+  if (write.when > fences[write.thread] && write.when > fenced)
     complain("no fence before wgmma reads", address);
 }

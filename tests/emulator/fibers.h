@@ -77,14 +77,21 @@ struct Fiber {
   bool has_waited;  // for the kernel before
   bool (*is_ready)(const void*);  // whether what it waits for is so; none if it waits for a turn
   const void* condition;
+  unsigned idle_since;  // of a first lane: the event after which its whole warp waits
   int async_groups;  // that it has committed
   std::vector<AsyncCopy> async_copies;  // under way
+  void* result;  // of the instruction of several threads that it has come to
 };
 
 inline Fiber* fibers;  // of the block that runs
 inline jmp_buf scheduler;
 inline int current;  // thread
 inline bool has_progress;
+inline unsigned events = 1;  // after which a condition may be true
+static void note_event() {
+  ++events;
+  has_progress = true;
+}
 unsigned chance();
 
 struct Index {
@@ -118,41 +125,59 @@ static void wait_until(const Condition& is_true) {
   has_progress = true;
 }
 
-// Lanes meet.
+// Threads meet: the last one that comes may do something for all.
 struct Meeting {
   int arrived;
   unsigned generation;
 };
 inline Meeting meetings[kMaxThreads / kLanes];
 
-static void meet() {
-  Meeting& meeting = meetings[current / kLanes];
+template <typename Action>
+static void meet_at(Meeting& meeting, int threads, const Action& action) {
   const unsigned generation = meeting.generation;
-  if (++meeting.arrived == kLanes) {
+  if (++meeting.arrived == threads) {
+    action();
     meeting = {0, generation + 1};
-    has_progress = true;
+    note_event();
     return;
   }
   wait_until([&] { return meeting.generation != generation; });
 }
 
-// What a lane shows to the others of its warp.
+template <typename Action>
+static void meet(const Action& action) {
+  meet_at(meetings[current / kLanes], kLanes, action);
+}
+static void meet() {
+  meet([] {});
+}
+
+// What a lane shows to the others of its warp, in one of two places by turns: it may show what is
+// next while others still read.
 struct Shown {
   uint32_t words[8];
 };
-inline Shown* shown;  // by each thread of the block that runs
+inline Shown* shown;  // by each thread of the block that runs, twice kMaxThreads
 
 static int lane() { return current % kLanes; }
-static const Shown& shown_by(int other) { return shown[current / kLanes * kLanes + other]; }
+static Shown* shown_by_warp(int warp) {
+  return shown + meetings[warp].generation % 2 * kMaxThreads + warp * kLanes;
+}
+
+// Returns what all lanes show.
+template <typename T>
+static const Shown* show(const T& value) {
+  static_assert(sizeof(T) <= sizeof(Shown));
+  Shown* const lanes = shown_by_warp(current / kLanes);
+  memcpy(lanes[lane()].words, &value, sizeof value);
+  meet();
+  return lanes;
+}
 
 template <typename T>
 static T exchange(T value, int from) {
-  static_assert(sizeof(T) <= sizeof(Shown));
-  memcpy(shown[current].words, &value, sizeof value);
-  meet();
   T result;
-  memcpy(&result, shown_by(from).words, sizeof result);
-  meet();
+  memcpy(&result, show(value)[from].words, sizeof result);
   return result;
 }
 template <typename T>
@@ -168,11 +193,9 @@ static T __shfl_up_sync(unsigned, T value, int lanes) {
   return exchange(value, lane() >= lanes ? lane() - lanes : lane());
 }
 static unsigned __ballot_sync(unsigned, bool vote) {
-  shown[current].words[0] = vote;
-  meet();
+  const Shown* const lanes = show(unsigned{vote});
   unsigned votes = 0;
-  for (int other = 0; other < kLanes; ++other) votes |= shown_by(other).words[0] << other;
-  meet();
+  for (int other = 0; other < kLanes; ++other) votes |= lanes[other].words[0] << other;
   return votes;
 }
 static bool __any_sync(unsigned, bool vote) { return __ballot_sync(~0u, vote) != 0; }

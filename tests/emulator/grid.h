@@ -21,16 +21,23 @@ void mbarrier_init(u32 address, u32 count) {
   mbarriers[address] = {arrivals, arrivals, 0, 0};
 }
 
+// Follows the headers above, whose functions it defines.
+#include "multiply.h"
+
 static void run_thread() {
   run_kernel();
   end_thread();
 }
 
 void run_warp(int warp) {
+  unsigned& idle_since = fibers[warp * kLanes].idle_since;
+  if (idle_since == events) return;
+  idle_since = events;
   for (int lane = 0; lane < kLanes; ++lane) {
     current = warp * kLanes + lane;
     Fiber& fiber = fibers[current];
     if (fiber.is_done || (fiber.is_ready && !fiber.is_ready(fiber.condition))) continue;
+    idle_since = 0;
     if (_setjmp(scheduler) != 0) continue;
     if (fiber.is_started) _longjmp(fiber.place, 1);
     fiber.is_started = true;
@@ -76,7 +83,7 @@ struct Block {
         warps(count / kLanes),
         slowness(count / kLanes),
         shared(kMaxSharedBytes / sizeof(SharedKib)),
-        words(kMaxThreads),
+        words(2 * kMaxThreads),
         writes(kMaxSharedBytes / 16),
         fenced(count) {
     for (SharedKib& kib : shared) {

@@ -33,12 +33,9 @@ static float float_of_e4m3(int bits) { return numbers_in_e4m3[bits]; }
 static u16 e4m3_of(float value) {
   if (value != value) return 0x7f;
   const float size = fminf(fabsf(value), 448.0f);
-  int nearest = 0;
-  for (int bits = 1; bits < 0x7f; ++bits) {
-    const float closer = fabsf(float_of_e4m3(nearest) - size) - fabsf(float_of_e4m3(bits) - size);
-    if (closer > 0 || (closer == 0 && bits % 2 == 0)) nearest = bits;
-  }
-  return nearest | (signbit(value) ? 0x80 : 0);
+  const int exponent = size < 0x1p-6f ? -6 : ilogbf(size);  // of its unit, times 8
+  const int units = static_cast<int>(nearbyintf(ldexpf(size, 3 - exponent)));
+  return (exponent + 6) * 8 + units | (signbit(value) ? 0x80 : 0);
 }
 static u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
   return cvt_rn_x2_f32(Fp16{}, float_of_e4m3(pair >> 8), float_of_e4m3(pair & 0xff));
@@ -116,63 +113,41 @@ static u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
   return before;
 }
 
-// Four matrices of 8 x 8: the rows of matrix i are where lanes 8 i and on point, in different
-// banks.
-static void load_matrices(u32 (&d)[4], u32 address, bool is_transposed) {
-  if (address % 16 != 0 || address >= kMaxSharedBytes) complain("bad row of ldmatrix", address);
-  shown[current].words[0] = address;
-  meet();
-  for (int matrix = 0; matrix < 4; ++matrix) {
-    int banks = 0;
-    for (int row = 0; row < 8; ++row) banks |= 1 << shown_by(8 * matrix + row).words[0] / 16 % 8;
-    if (banks != 0xff) complain("bank conflict in ldmatrix", address);
-    u16 pair[2];
-    for (int k = 0; k < 2; ++k) {
-      const int row = is_transposed ? lane() % 4 * 2 + k : lane() / 4;
-      const int column = is_transposed ? lane() / 4 : lane() % 4 * 2 + k;
-      memcpy(&pair[k], bytes + shown_by(8 * matrix + row).words[0] + column * 2, 2);
-    }
-    d[matrix] = pair[0] | static_cast<u32>(pair[1]) << 16;
-  }
-  meet();
+// Instructions of a warp: the last lane that comes does for all what grid.h has.
+template <typename Operands, typename Action>
+static void run_by_warp(const Operands& operands, void* result, const Action& action) {
+  memcpy(shown_by_warp(current / kLanes)[lane()].words, &operands, sizeof operands);
+  fibers[current].result = result;
+  meet(action);
 }
-static void ldmatrix_x4(u32 (&d)[4], u32 address) { load_matrices(d, address, false); }
-static void ldmatrix_x4_trans(u32 (&d)[4], u32 address) { load_matrices(d, address, true); }
+
+void load_matrices(bool is_transposed);
+static void ldmatrix_x4(u32 (&d)[4], u32 address) {
+  run_by_warp(address, d, [] { load_matrices(false); });
+}
+static void ldmatrix_x4_trans(u32 (&d)[4], u32 address) {
+  run_by_warp(address, d, [] { load_matrices(true); });
+}
+
+template <typename T>
+void multiply_warp(T type);
+template <typename T>
+static void mma_m16n8k16(T type, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  run_by_warp(std::array{a[0], a[1], a[2], a[3], b0, b1}, d, [=] { multiply_warp(type); });
+}
 
 static u16 half_of(u32 word, int half) { return static_cast<u16>(word >> 16 * half); }
 
 static u32 movmatrix_trans(u32 word) {
-  shown[current].words[0] = word;
-  meet();
+  const Shown* const lanes = show(word);
   u32 result = 0;
   for (int k = 0; k < 2; ++k) {
     const int row = lane() % 4 * 2 + k;
     const int column = lane() / 4;
-    const u32 from = shown_by(row * 4 + column / 2).words[0];
+    const u32 from = lanes[row * 4 + column / 2].words[0];
     result |= static_cast<u32>(half_of(from, column % 2)) << 16 * k;
   }
-  meet();
   return result;
-}
-
-template <typename T>
-static void mma_m16n8k16(T type, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  const u32 own[6] = {a[0], a[1], a[2], a[3], b0, b1};
-  memcpy(shown[current].words, own, sizeof own);
-  meet();
-  const auto element = [&](int from, int word, int half) {
-    return float_of(type, half_of(shown_by(from).words[word], half));
-  };
-  for (int i = 0; i < 4; ++i) {
-    const int m = lane() / 4 + i / 2 * 8;
-    const int n = lane() % 4 * 2 + i % 2;
-    for (int k = 0; k < 16; ++k) {
-      const int in_row = k % 8 / 2;
-      d[i] += element(m % 8 * 4 + in_row, m / 8 + k / 8 * 2, k % 2) *
-              element(n * 4 + in_row, 4 + k / 8, k % 2);
-    }
-  }
-  meet();
 }
 
 // Barriers in shared memory, by their addresses.
@@ -188,7 +163,7 @@ static void complete(Mbarrier& barrier) {
   if (barrier.pending > 0 || barrier.bytes > 0) return;
   ++barrier.phase;
   barrier.pending = barrier.count;
-  has_progress = true;
+  note_event();
 }
 static void mbarrier_arrive_expect_tx(u32 address, u32 more) {
   Mbarrier& barrier = mbarrier_at(address);
@@ -201,7 +176,8 @@ static bool elect_sync() { return lane() == kLanes - 1; }  // any, but one
 static void mbarrier_arrive(u32 address) { mbarrier_arrive_expect_tx(address, 0); }
 static void mbarrier_arrive_after(u32 address, u32) { mbarrier_arrive(address); }
 static void mbarrier_wait(u32 address, u32 parity) {
-  wait_until([=] { return mbarrier_at(address).phase % 2 != parity; });
+  const Mbarrier& barrier = mbarrier_at(address);
+  wait_until([&] { return barrier.phase % 2 != parity; });
 }
 
 // Barriers by number.
@@ -211,7 +187,8 @@ static bool arrive_at_barrier(int barrier, int threads) {
   Meeting& meeting = barriers[barrier];
   if (++meeting.arrived < threads) return false;
   meeting = {0, meeting.generation + 1};
-  return has_progress = true;
+  note_event();
+  return true;
 }
 static void barrier_arrive(int barrier, int threads) { arrive_at_barrier(barrier, threads); }
 static void barrier_sync(int barrier, int threads) {

@@ -43,7 +43,7 @@ CALLED_FROM_PYTHON const char* schedule(const void* params, int ctas, RangeRecor
     threads[thread].has_waited = true;
   }
   alignas(1024) static unsigned char shared[kMaxSharedBytes];
-  static Shown words[kScheduleThreads];
+  static Shown words[2 * kMaxThreads];
   fibers = threads;
   bytes = shared;
   shown = words;

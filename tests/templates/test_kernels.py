@@ -9,6 +9,8 @@ sm90 kernels of bf16 queries the smallest one, too; none with two of these is. S
 sm90 kernels without RoPE, are compiled over every dtype: conversions depend on what is loaded.
 Of mla_sm90_fp8kv with FP8 queries the largest tile is compiled, which has 128 registers: the others
 take 117 at most. A head dim of 64 of gqa_sm80 takes 206 of 255, and is compiled over bf16 alone.
+8 rows of gqa_sm90 with a head dim of 64 take 111 of 168, and several KV heads per CTA three more
+than one: both are compiled over NVFP4 alone, which takes the most.
 Kernels over two pools are compiled on sm_80 and sm_90a: over one format of both, and over two.
 
 - sm_80: the sm80 kernels. Its ISA does not convert e4m3, so its kernels need the most registers.
@@ -127,7 +129,7 @@ def sample_of(arch: Arch) -> list[KernelSpec]:
     """Return the kernels to compile."""
     if os.environ.get("MLAGEN_TEST_KERNELS") == "all":
         return specs_of(arch)
-    sample = specs_of(arch, **FILTERS.get(str(arch), FEW))
+    sample = specs_of(arch, dtype=("bf16", "e4m3"), **FILTERS.get(str(arch), FEW))
     if arch.has_wgmma:
         sample = [spec for spec in sample if spec.family not in HOPPER]
         sample += specs_of(arch, HOPPER[:3], **SAMPLE)
@@ -169,9 +171,13 @@ def is_needed(spec: KernelSpec) -> bool:
         is_narrow = fields.get("head_dim") == "64" and spec.family == "gqa_sm80"
         is_between = spec.family == "gqa_sm90" and fields["block_m"] == "16"
         is_between &= fields.get("head_dim") != "256"  # which has no tile of 32 rows
+        is_small = spec.family == "gqa_sm90" and fields["block_m"] == "8"
+        is_small &= fields.get("head_dim") == "64" or fields.get("kv_heads_per_cta") != "1"
         is_fp8 = spec.family == "mla_sm90_fp8kv" and fields["query_dtype"] != "bf16"
         return not is_between and not (
-            (is_narrow and fields["kv_dtype"] != "bf16") or (is_fp8 and fields["block_m"] != "64")
+            (is_narrow and fields["kv_dtype"] != "bf16")
+            or (is_small and fields["kv_dtype"] != "nvfp4")
+            or (is_fp8 and fields["block_m"] != "64")
         )
     # Of the sm90 kernels the register budget of the smallest tile is as tight.
     choices = [fields.get(name) for name in ("block_m", "mask", "qk_rope_head_dim", "query_dtype")]
