@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -137,21 +138,26 @@ def test_a_batch_invariant_engine_gives_each_request_the_bits_that_it_has_alone(
     assert did["jit"] == "error"
 
 
+SPARSE: dict[str, tuple[Any, str, str, list[str]]] = {
+    "minimax_m3": (engines.save_minimax_m3, "MINIMAX_M3_SPARSE", M3_DECODE, ["MLAGEN_GQA"]),
+    "qwen3_8": (engines.save_qwen3_8, "QWEN4_EXP_QSA_TRITON", QWEN_ATTENTION, []),
+}
+
+
 @needs_vllm
-@pytest.mark.parametrize("mode", ["eager", "graphs"])
 @pytest.mark.parametrize(
-    ("save", "sparse", "kernel", "dense"),
+    ("model", "mode"),
     [
-        (engines.save_minimax_m3, "MINIMAX_M3_SPARSE", M3_DECODE, ["MLAGEN_GQA"]),
-        (engines.save_qwen3_8, "QWEN4_EXP_QSA_TRITON", QWEN_ATTENTION, []),
+        *product(SPARSE, ("eager", "graphs")),
+        pytest.param("qwen3_8", "eager fp8", id="qwen3_8-fp8"),
     ],
-    ids=["minimax_m3", "qwen3_8"],
 )
 def test_tokens_of_sparse_layers_are_those_of_triton(
-    save: Any, sparse: str, kernel: str, dense: list[str], mode: str, device: str, tmp_path: Path
+    model: str, mode: str, device: str, tmp_path: Path
 ) -> None:
     """Layers launch mlagen's kernels, and decode as where vLLM decodes the sparse ones."""
     require_gqa(device)
+    save, sparse, kernel, dense = SPARSE[model]
     save(tmp_path)
     prompts = engines.prompts()
     runs = [
