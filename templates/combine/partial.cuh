@@ -87,16 +87,16 @@ __device__ inline int last_slot(int cta) { return cta * 2 + 1; }
 
 // Workspace slots of the splits of a work tile. Ranges run in reverse `blockIdx` order.
 struct PartialSlots {
-  int first_split;
+  int first;  // as in the work item: a slot, or a CTA, which has two
   int cta_group_size;
 
   __device__ PartialSlots(const Params& params, const WorkItem& work)
-      : first_split(work.first_split), cta_group_size(params.cta_group_size) {}
+      : first(kBatchInvariant ? work.first_slot : work.first_cta),
+        cta_group_size(params.cta_group_size) {}
 
   __device__ int operator[](int split_idx) const {
-    if constexpr (kBatchInvariant) return first_split + split_idx * cta_group_size;
-    return split_idx == 0 ? last_slot(first_split)
-                          : first_slot(first_split - split_idx * cta_group_size);
+    if constexpr (kBatchInvariant) return first + split_idx * cta_group_size;
+    return split_idx == 0 ? last_slot(first) : first_slot(first - split_idx * cta_group_size);
   }
 };
 
@@ -133,7 +133,7 @@ constexpr int kMinSubtileSplits = kBatchInvariant ? 2 : 3;
 // The semaphore of a work tile counts arrivals, and then the reducers that have seen all of them.
 // The last reducer wraps it to zero for the next launch.
 __device__ inline u32* semaphore_of(const Params& params, const WorkItem& work) {
-  return params.semaphores + work.first_split;
+  return params.semaphores + work.first_cta;
 }
 
 __device__ inline u32 last_arrival(const WorkItem& work) {

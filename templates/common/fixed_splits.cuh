@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 
@@ -31,6 +32,13 @@ __device__ inline FixedSplit fixed_split_of(int kv_begin, int kv_end, int split_
   const bool is_last = split_idx + 1 >= num_splits;
   return {num_splits, static_cast<int>(first_token),
           is_last ? kv_end : static_cast<int>(first_token + tokens)};
+}
+
+// Splits of the sequence of a work item; another kernel combines more than one.
+template <typename Work>
+__device__ inline int num_splits_of(const Params& params, const Work& work) {
+  if constexpr (kBatchInvariant) return work.fixed_split(params).num_splits;
+  return params.num_splits;
 }
 
 // Stores the splits of the rows of a CTA for the combine kernel, if there is one: it skips rows of

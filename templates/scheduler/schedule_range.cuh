@@ -163,7 +163,10 @@ struct WorkSplits {
   int num_reducers;
   int subtile_frags;  // with more than two splits
   int split_idx;
-  int first_split;  // CTA of split 0; in batch-invariant MLA kernels the slot of its partial
+  union {
+    int first_cta;  // of split 0, which is the last of its range
+    int first_slot;  // of split 0 in the workspace, in batch-invariant kernels
+  };
 };
 
 // Whether all sequences of a warp have the same number of KV blocks and work tiles.

@@ -116,7 +116,7 @@ struct TileScheduler : SchedulerState {
       work.num_splits = work.num_reducers = static_cast<int>(num_splits);
       work.subtile_frags = frags_per_subtile(num_splits);
       work.split_idx = static_cast<int>(static_cast<u32>(tile) % num_splits);
-      work.first_split =
+      work.first_slot =
           (seq_info.get_first_slot() + tile - work.split_idx) * params.cta_group_size +
           rank_in_group;
       return;
@@ -126,7 +126,7 @@ struct TileScheduler : SchedulerState {
     work.num_reducers = splits.num_splits - (splits.ends_at_range ? 0 : 1);
     work.subtile_frags = frags_per_subtile(work.num_reducers);
     work.split_idx = first_kv_block(range) == 0 ? 0 : range.index - splits.first_range;
-    work.first_split = cta_of_range(splits.first_range);
+    work.first_cta = cta_of_range(splits.first_range);
   }
 
   // End of the tokens that a row of the sequence attends to: its own position under a causal mask.

@@ -54,7 +54,7 @@ static void schedule_cta(const Params& params) {
                            work.num_splits,
                            work.num_reducers,
                            work.split_idx,
-                           work.first_split};
+                           kBatchInvariant ? work.first_slot : work.first_cta};
     }
     __syncwarp();
   }

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "common/fixed_splits.cuh"
 #include "common/mma_fragments.cuh"
 #include "common/output_gate.cuh"
 #include "common/params.cuh"
@@ -78,7 +79,7 @@ constexpr bool kScalesLikeCombine = kBatchInvariant && kIsSparse;
 // has LSE minus infinity, and its partial O is never read.
 __device__ inline void finish_rows(const Params& params, const WorkItem& work,
                                    SharedMemoryPlan& smem) {
-  const bool is_partial = work.num_splits(params) > 1;
+  const bool is_partial = num_splits_of(params, work) > 1;
   for (int row = static_cast<int>(threadIdx.x); row < work.rows; row += kThreads) {
     const float row_max = combined_row_max(smem, row);
     float row_sum = 0.0f;
@@ -121,7 +122,7 @@ __device__ inline void store_output(const Params& params, const WorkItem& work,
     value = scaled(value, factor);
     const i64 global_row = work.global_row(params, row);
     const int column = work.slice * kSliceDims + dim;
-    if (work.num_splits(params) > 1) {
+    if (num_splits_of(params, work) > 1) {
       const i64 partial_row = work.split_idx * params.total_rows + global_row;
       *reinterpret_cast<float4*>(params.partial_out + partial_row * kHeadDimVo + column) = value;
     } else {

@@ -43,12 +43,6 @@ struct alignas(16) WorkItem {
     if (split_idx >= split.num_splits) rows = 0;
   }
 
-  // With other splits, another kernel combines this one.
-  __device__ int num_splits(const Params& params) const {
-    if constexpr (kBatchInvariant) return fixed_split(params).num_splits;
-    return params.num_splits;
-  }
-
   // Index of the sequence among block tables and lengths, which may be those of a KV head.
   __device__ int table_idx(const Params& params) const {
     return kHasHeadTables ? kv_head * params.num_seqs + seq_idx : seq_idx;

@@ -35,12 +35,6 @@ struct alignas(64) WorkItem {
     return fixed_split_of(0, kv_end, split_idx, params.num_splits);
   }
 
-  // With other splits, another kernel combines this one.
-  __device__ int num_splits(const Params& params) const {
-    if constexpr (kBatchInvariant) return fixed_split(params).num_splits;
-    return params.num_splits;
-  }
-
   // KV limit of `row` (0 to kBlockM - 1): up to its own position, or all.
   __device__ int kv_end_of_row(const Params& params, int row) const {
     if constexpr (kHasDcp) {

@@ -50,6 +50,177 @@ __device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / kWar
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// PTX ISA, "Parallel Synchronization and Communication Instructions: barrier, elect, mbarrier,
+// fence, griddepcontrol". Needs sm_80.
+// Ids of barriers of a CTA are 0 to 15; `threads` counts those that wait and those that only
+// arrive. An mbarrier is 8 bytes of shared memory, by address. griddepcontrol does nothing in a
+// launch without the programmatic-stream-serialization attribute.
+
+// barrier.cta.sync.aligned
+__device__ inline void barrier_sync(int barrier, int threads) {
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// barrier.cta.arrive.aligned
+__device__ inline void barrier_arrive(int barrier, int threads) {
+  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// barrier.cta.red.or.aligned.pred
+// Waits for all threads; returns whether any of them passes a nonzero value.
+__device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
+  u32 any;
+  asm volatile(
+      "{.reg .pred p, q; setp.ne.u32 p, %3, 0; barrier.cta.red.or.aligned.pred q, %1, %2, p; "
+      "selp.u32 %0, 1, 0, q;}"
+      : "=r"(any)
+      : "r"(barrier), "r"(threads), "r"(value)
+      : "memory");
+  return any;
+}
+
+// elect.sync
+// Called by a warp; true in one lane. Compilers know that no other lane executes what this guards:
+// operands in uniform registers, as those of a bulk copy, need no loop over the lanes. Needs sm_90.
+__device__ inline bool elect_sync() {
+  u32 is_elected;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}"
+               : "=r"(is_elected)::"memory");
+  return is_elected != 0;
+}
+
+// mbarrier.init.shared::cta.b64
+// A phase completes after `count` arrivals and all expected bytes. Needs sm_90.
+__device__ inline void mbarrier_init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// mbarrier.arrive.shared::cta.b64
+// Needs sm_90.
+__device__ inline void mbarrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// mbarrier.arrive.shared::cta.b64
+// Called by lane 0. Adds `read` times the lane index, zero there, to the address: a false
+// dependency that orders the arrive after the loads. Needs sm_90.
+__device__ inline void mbarrier_arrive_after(u32 barrier, u32 read) {
+  asm volatile(
+      "{.reg .b32 address; mov.b32 address, %%laneid; and.b32 address, address, %1; "
+      "add.u32 address, address, %0; mbarrier.arrive.shared::cta.b64 _, [address];}" ::"r"(barrier),
+      "r"(read)
+      : "memory");
+}
+
+// mbarrier.arrive.expect_tx.shared::cta.b64
+// Arrives, and raises the byte count that the phase expects. Needs sm_90.
+__device__ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// mbarrier.try_wait.parity.shared::cta.b64
+// Waits until the phase of this parity completes. The spin loop is in PTX: across a C++ loop the
+// compiler moves accumulators of wgmma in flight to other registers. Needs sm_90.
+__device__ inline void mbarrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra "
+      "again;}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// fence.acq_rel.cta
+// Orders this thread's reads and writes before a later arrive, for the CTA. Needs sm_90.
+__device__ inline void fence_acq_rel_cta() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
+
+// fence.proxy.async.shared::cta
+// Orders this thread's writes of shared memory before accesses of the async proxy: wgmma and TMA.
+// Needs sm_90.
+__device__ inline void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// fence.mbarrier_init.release.cluster
+// Makes mbarrier inits of this thread visible to the async proxy. Needs sm_90.
+__device__ inline void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// griddepcontrol.wait
+// Waits until the preceding kernel has completed and its writes are visible. Needs sm_90.
+__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// griddepcontrol.launch_dependents
+// Lets the next kernel start once every CTA has executed this or exited. Needs sm_90.
+__device__ inline void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Kernel parameters of one launch, and programmatic dependent launch (PDL).
+
+struct Params {
+  const u16* query;
+  const unsigned char* key_cache;
+  const unsigned char* value_cache;
+  const unsigned char* key_scales;
+  const unsigned char* value_scales;
+  const int* block_tables;
+  const int* seq_lens;
+  const int* cu_seqlens_q;
+  const int* kv_indptr;
+  const u32* draft_mask;
+  const float* bmm1_scale_tensor;
+  const float* bmm2_scale_tensor;
+  const float* sinks;
+  unsigned char* out;
+  float* lse;
+  float* partial_out;
+  float* partial_lse;
+  i64 query_stride;
+  i64 query_head_stride;
+  i64 key_page_stride;
+  i64 key_token_stride;
+  i64 key_head_stride;
+  i64 value_page_stride;
+  i64 value_token_stride;
+  i64 value_head_stride;
+  i64 key_scale_page_stride;
+  i64 key_scale_token_stride;
+  i64 key_scale_head_stride;
+  i64 value_scale_page_stride;
+  i64 value_scale_token_stride;
+  i64 value_scale_head_stride;
+  i64 total_rows;
+  int num_seqs;
+  int kv_heads;
+  int group_size;
+  int q_len;
+  int mask_words;
+  int window;
+  int max_pages;
+  int block_tables_stride;
+  int num_pages;
+  int is_causal;
+  int bmm2_scales_scores;
+  float score_factor;
+  float lse_factor;
+  int m_tiles;
+  int num_splits;
+  float bmm1_scale;
+  float bmm2_scale;
+  float output_factor;
+};
+
+// A scale is a number from the host, or a one-element tensor on the device.
+__device__ inline float value_of(const float* tensor, float value) {
+  return tensor == nullptr ? value : *tensor;
+}
+
+// PDL: a kernel starts while the preceding one drains.
+__device__ inline void pdl_wait() { griddepcontrol_wait(); }
+__device__ inline void pdl_launch_dependents() { griddepcontrol_launch_dependents(); }
+
 // Kernel configuration: the numbers of the spec as constants.
 
 using Element = Bf16;
@@ -141,6 +312,13 @@ __device__ inline FixedSplit fixed_split_of(int kv_begin, int kv_end, int split_
   const bool is_last = split_idx + 1 >= num_splits;
   return {num_splits, static_cast<int>(first_token),
           is_last ? kv_end : static_cast<int>(first_token + tokens)};
+}
+
+// Splits of the sequence of a work item; another kernel combines more than one.
+template <typename Work>
+__device__ inline int num_splits_of(const Params& params, const Work& work) {
+  if constexpr (kBatchInvariant) return work.fixed_split(params).num_splits;
+  return params.num_splits;
 }
 
 // Stores the splits of the rows of a CTA for the combine kernel, if there is one: it skips rows of
@@ -327,177 +505,6 @@ __device__ inline void add_weighted_pair(float (&d)[4], int half, float p, u32 p
   d[half * 2] += p * cvt_f32(Element{}, static_cast<u16>(pair));
   d[half * 2 + 1] += p * cvt_f32(Element{}, static_cast<u16>(pair >> 16));
 }
-
-// PTX ISA, "Parallel Synchronization and Communication Instructions: barrier, elect, mbarrier,
-// fence, griddepcontrol". Needs sm_80.
-// Ids of barriers of a CTA are 0 to 15; `threads` counts those that wait and those that only
-// arrive. An mbarrier is 8 bytes of shared memory, by address. griddepcontrol does nothing in a
-// launch without the programmatic-stream-serialization attribute.
-
-// barrier.cta.sync.aligned
-__device__ inline void barrier_sync(int barrier, int threads) {
-  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-// barrier.cta.arrive.aligned
-__device__ inline void barrier_arrive(int barrier, int threads) {
-  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-// barrier.cta.red.or.aligned.pred
-// Waits for all threads; returns whether any of them passes a nonzero value.
-__device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
-  u32 any;
-  asm volatile(
-      "{.reg .pred p, q; setp.ne.u32 p, %3, 0; barrier.cta.red.or.aligned.pred q, %1, %2, p; "
-      "selp.u32 %0, 1, 0, q;}"
-      : "=r"(any)
-      : "r"(barrier), "r"(threads), "r"(value)
-      : "memory");
-  return any;
-}
-
-// elect.sync
-// Called by a warp; true in one lane. Compilers know that no other lane executes what this guards:
-// operands in uniform registers, as those of a bulk copy, need no loop over the lanes. Needs sm_90.
-__device__ inline bool elect_sync() {
-  u32 is_elected;
-  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}"
-               : "=r"(is_elected)::"memory");
-  return is_elected != 0;
-}
-
-// mbarrier.init.shared::cta.b64
-// A phase completes after `count` arrivals and all expected bytes. Needs sm_90.
-__device__ inline void mbarrier_init(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-// mbarrier.arrive.shared::cta.b64
-// Needs sm_90.
-__device__ inline void mbarrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// mbarrier.arrive.shared::cta.b64
-// Called by lane 0. Adds `read` times the lane index, zero there, to the address: a false
-// dependency that orders the arrive after the loads. Needs sm_90.
-__device__ inline void mbarrier_arrive_after(u32 barrier, u32 read) {
-  asm volatile(
-      "{.reg .b32 address; mov.b32 address, %%laneid; and.b32 address, address, %1; "
-      "add.u32 address, address, %0; mbarrier.arrive.shared::cta.b64 _, [address];}" ::"r"(barrier),
-      "r"(read)
-      : "memory");
-}
-
-// mbarrier.arrive.expect_tx.shared::cta.b64
-// Arrives, and raises the byte count that the phase expects. Needs sm_90.
-__device__ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-
-// mbarrier.try_wait.parity.shared::cta.b64
-// Waits until the phase of this parity completes. The spin loop is in PTX: across a C++ loop the
-// compiler moves accumulators of wgmma in flight to other registers. Needs sm_90.
-__device__ inline void mbarrier_wait(u32 barrier, u32 parity) {
-  asm volatile(
-      "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra "
-      "again;}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-// fence.acq_rel.cta
-// Orders this thread's reads and writes before a later arrive, for the CTA. Needs sm_90.
-__device__ inline void fence_acq_rel_cta() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
-
-// fence.proxy.async.shared::cta
-// Orders this thread's writes of shared memory before accesses of the async proxy: wgmma and TMA.
-// Needs sm_90.
-__device__ inline void fence_proxy_async() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// fence.mbarrier_init.release.cluster
-// Makes mbarrier inits of this thread visible to the async proxy. Needs sm_90.
-__device__ inline void fence_mbarrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-// griddepcontrol.wait
-// Waits until the preceding kernel has completed and its writes are visible. Needs sm_90.
-__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// griddepcontrol.launch_dependents
-// Lets the next kernel start once every CTA has executed this or exited. Needs sm_90.
-__device__ inline void griddepcontrol_launch_dependents() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-// Kernel parameters of one launch, and programmatic dependent launch (PDL).
-
-struct Params {
-  const u16* query;
-  const unsigned char* key_cache;
-  const unsigned char* value_cache;
-  const unsigned char* key_scales;
-  const unsigned char* value_scales;
-  const int* block_tables;
-  const int* seq_lens;
-  const int* cu_seqlens_q;
-  const int* kv_indptr;
-  const u32* draft_mask;
-  const float* bmm1_scale_tensor;
-  const float* bmm2_scale_tensor;
-  const float* sinks;
-  unsigned char* out;
-  float* lse;
-  float* partial_out;
-  float* partial_lse;
-  i64 query_stride;
-  i64 query_head_stride;
-  i64 key_page_stride;
-  i64 key_token_stride;
-  i64 key_head_stride;
-  i64 value_page_stride;
-  i64 value_token_stride;
-  i64 value_head_stride;
-  i64 key_scale_page_stride;
-  i64 key_scale_token_stride;
-  i64 key_scale_head_stride;
-  i64 value_scale_page_stride;
-  i64 value_scale_token_stride;
-  i64 value_scale_head_stride;
-  i64 total_rows;
-  int num_seqs;
-  int kv_heads;
-  int group_size;
-  int q_len;
-  int mask_words;
-  int window;
-  int max_pages;
-  int block_tables_stride;
-  int num_pages;
-  int is_causal;
-  int bmm2_scales_scores;
-  float score_factor;
-  float lse_factor;
-  int m_tiles;
-  int num_splits;
-  float bmm1_scale;
-  float bmm2_scale;
-  float output_factor;
-};
-
-// A scale is a number from the host, or a one-element tensor on the device.
-__device__ inline float value_of(const float* tensor, float value) {
-  return tensor == nullptr ? value : *tensor;
-}
-
-// PDL: a kernel starts while the preceding one drains.
-__device__ inline void pdl_wait() { griddepcontrol_wait(); }
-__device__ inline void pdl_launch_dependents() { griddepcontrol_launch_dependents(); }
 
 // PTX ISA, "Integer, floating-point and half-precision: add, ex2, fma, max, mul, rcp". Needs sm_53.
 
@@ -919,12 +926,6 @@ struct alignas(16) WorkItem {
     first_kv_block = min(end, max(begin, split.first_token / kBlockN));
     end_kv_block = min(end, ceil_div(split.end_token, kBlockN));
     if (split_idx >= split.num_splits) rows = 0;
-  }
-
-  // With other splits, another kernel combines this one.
-  __device__ int num_splits(const Params& params) const {
-    if constexpr (kBatchInvariant) return fixed_split(params).num_splits;
-    return params.num_splits;
   }
 
   // Index of the sequence among block tables and lengths, which may be those of a KV head.
@@ -1387,7 +1388,7 @@ constexpr bool kScalesLikeCombine = kBatchInvariant && kIsSparse;
 // has LSE minus infinity, and its partial O is never read.
 __device__ inline void finish_rows(const Params& params, const WorkItem& work,
                                    SharedMemoryPlan& smem) {
-  const bool is_partial = work.num_splits(params) > 1;
+  const bool is_partial = num_splits_of(params, work) > 1;
   for (int row = static_cast<int>(threadIdx.x); row < work.rows; row += kThreads) {
     const float row_max = combined_row_max(smem, row);
     float row_sum = 0.0f;
@@ -1430,7 +1431,7 @@ __device__ inline void store_output(const Params& params, const WorkItem& work,
     value = scaled(value, factor);
     const i64 global_row = work.global_row(params, row);
     const int column = work.slice * kSliceDims + dim;
-    if (work.num_splits(params) > 1) {
+    if (num_splits_of(params, work) > 1) {
       const i64 partial_row = work.split_idx * params.total_rows + global_row;
       *reinterpret_cast<float4*>(params.partial_out + partial_row * kHeadDimVo + column) = value;
     } else {
@@ -2312,7 +2313,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   softmax.publish(smem);
   if constexpr (kBatchInvariant) {
     if (work.split_idx == 0 && work.slice == 0)
-      store_row_splits(params, work.rows, work.num_splits(params),
+      store_row_splits(params, work.rows, num_splits_of(params, work),
                        [&](int row) { return work.global_row(params, row); });
   }
   if constexpr (kHasTokenScales) multiply_output(output, softmax.value_scaling.inverse());
