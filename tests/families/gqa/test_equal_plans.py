@@ -10,7 +10,7 @@ import torch
 from mlagen.decode import BatchDecodeWithPagedKVCacheWrapper, trtllm_batch_decode_with_kv_cache
 from mlagen.families.dispatch import GQA
 from mlagen.families.gqa.plan import shape_of
-from mlagen.gqa import plan
+from mlagen.planned import metadata
 from tests.fixture_types import Patch
 
 # The shapes of FlashInfer's tests that compare the bits of both: batch, query tokens, page size, KV
@@ -46,7 +46,7 @@ def test_both_entry_points_have_one_plan(
 
     monkeypatch.setattr(GQA, "run", run)
     if place == "on the device":
-        monkeypatch.setattr(plan, "lengths_on_host", lambda *_: None)
+        monkeypatch.setattr(metadata, "lengths_on_host", lambda *_: None)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, longest + 1, (batch,), generator=generator, dtype=torch.int32)
     lengths[-1] = longest
