@@ -31,6 +31,10 @@ _CODES = {
 }
 
 
+# Of all kernels: a launcher rejects any other name.
+PARAMETER_NAMES: set[str] = set()
+
+
 def parameters(text: str) -> tuple[Parameter, ...]:
     """Return the parameters of a text such as ``const int*: seq_lens cu_seqlens_q``.
 
@@ -46,6 +50,7 @@ def parameters(text: str) -> tuple[Parameter, ...]:
         is_constant = code in "qiI" or kind == "const float"
         cuda_type = "float" if code == "f" else kind
         found += [Parameter(name, cuda_type, code, is_constant) for name in names.split()]
+    PARAMETER_NAMES.update(one.name for one in found)
     return tuple(found)
 
 

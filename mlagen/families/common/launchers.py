@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -21,6 +21,7 @@ from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.runtime.semaphores import semaphores_of
 from mlagen.spec.combine import combine_spec
 from mlagen.spec.gqa.variant import GqaSpec
+from mlagen.spec.kernel import PARAMETER_NAMES
 from mlagen.spec.mla.variant import MlaKernelSpec
 
 LauncherT = TypeVar("LauncherT", bound="Launcher")
@@ -179,7 +180,6 @@ def make_launcher(
     plan: LaunchPlan,
     spec: MlaKernelSpec | GqaSpec,
     sources: Sources,
-    known: Container[str],
     **others: Any,
 ) -> LauncherT:
     """Return the launcher of ``spec``, and of the combine kernel if the plan has splits for it."""
@@ -203,8 +203,8 @@ def make_launcher(
         },
     )
     wanted = {field.name for kernel, _ in kernels for field in kernel.spec.parameters}
-    if unknown := [name for name in sources if name not in known]:
-        raise ValueError(f"{unknown[0]}: expected a parameter of a kernel, got another name")
+    if unknown := sources.keys() - PARAMETER_NAMES:
+        raise ValueError(f"{min(unknown)}: expected a parameter of a kernel, got another name")
     if missing := wanted - sources.keys():
         raise ValueError(f"{min(missing)}: expected a source of this kernel parameter, got none")
     fields = type(args)._fields

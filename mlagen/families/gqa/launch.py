@@ -43,13 +43,9 @@ from mlagen.families.gqa.tensor_maps import GqaCacheMaps, GqaTensorMapLayout, ma
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.settings import Settings
-from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
-from mlagen.spec.fixed_splits import ROW_SPLITS_PARAMETERS
-from mlagen.spec.gqa.sm80 import GqaSm80Spec
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from mlagen.spec.gqa.variant import (
-    ADDED_PARAMETERS,
     PROBLEM_PARAMETERS,
     GqaSpec,
     GqaVariant,
@@ -80,18 +76,6 @@ _SOURCES = joined(
         "key_map": LAUNCH,
         "value_map": LAUNCH,
     },
-)
-
-_KNOWN = frozenset(
-    parameter.name
-    for parameters in (
-        GqaSm80Spec.common_parameters,  # with those of block scales
-        GqaSm90Spec.common_parameters,
-        CombineSpec.common_parameters,
-        *ADDED_PARAMETERS.values(),
-        ROW_SPLITS_PARAMETERS,
-    )
-    for parameter in parameters
 )
 
 _OF_PROBLEM = " ".join(
@@ -235,7 +219,7 @@ def _make_launcher(
     if isinstance(spec, GqaSm90Spec):
         alignment = ALIGNMENT_BYTES
     facts = {"maps": maps, "cache_alignment": alignment}
-    return make_launcher(GqaLauncher, args, problem, plan, spec, sources, _KNOWN, **facts)
+    return make_launcher(GqaLauncher, args, problem, plan, spec, sources, **facts)
 
 
 def _schedule_tokens(problem: GqaProblem) -> int:

@@ -37,17 +37,8 @@ from mlagen.families.mla.tensor_maps import CacheMaps, TensorMapLayout, maps_of
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.partition import NO_COOPERATION, WHOLE_GPU
 from mlagen.settings import Settings
-from mlagen.spec.combine import CombineSpec
-from mlagen.spec.fixed_splits import MLA_SM90_PARAMETERS, ROW_SPLITS_PARAMETERS
-from mlagen.spec.kernel import DCP_PARAMETERS
-from mlagen.spec.mla.sm80 import MlaSm80Spec
-from mlagen.spec.mla.sm90 import MlaSm90Fp8KvSpec, MlaSm90Spec
-from mlagen.spec.mla.variant import (
-    GATHER_PARAMETERS,
-    POOL_PARAMETERS,
-    MlaKernelSpec,
-    MlaVariant,
-)
+from mlagen.spec.mla.sm90 import MlaSm90Spec
+from mlagen.spec.mla.variant import MlaKernelSpec, MlaVariant
 
 _COVERED = (
     "covered: sm_90a, (kv_lora_rank, qk_rope_head_dim) (512, 64) or (512, 0), and of "
@@ -81,19 +72,6 @@ _SOURCES = joined(
     {name: Number(name) for name in ("bmm1_scale", "bmm2_scale", "latent_scale", "rope_scale")},
     dict.fromkeys(("latent_map", "rope_map", "kv_map"), LAUNCH),
 )
-
-_KNOWN = frozenset(
-    parameter.name
-    for spec in (MlaSm80Spec, MlaSm90Spec, MlaSm90Fp8KvSpec)
-    for parameter in (
-        *spec.common_parameters,
-        *DCP_PARAMETERS,
-        *GATHER_PARAMETERS,
-        *POOL_PARAMETERS,
-        *ROW_SPLITS_PARAMETERS,
-        *MLA_SM90_PARAMETERS,
-    )
-) | {parameter.name for parameter in CombineSpec.common_parameters}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -215,7 +193,7 @@ def _make_launcher(
         },
         named(args, "is_causal cp_world cp_rank bmm2_scales_scores"),
     )
-    return make_launcher(MlaLauncher, args, problem, plan, spec, sources, _KNOWN, maps=maps)
+    return make_launcher(MlaLauncher, args, problem, plan, spec, sources, maps=maps)
 
 
 def not_covered(index: int, variant: MlaVariant) -> NotCoveredError:
