@@ -87,16 +87,28 @@ __device__ inline void produce_split(const Params& params, int rank_in_group, u3
 }
 
 // Writes work item `work_idx` to its slot. The saved state is already at the first work item, so
-// that one does not advance.
+// that one does not advance; with `kTakesFirst` it is that of the schedule of the CTA: the first P
+// waits for it.
+template <bool kTakesFirst = false>
 __device__ inline void produce_work(const Params& params, int rank_in_group, u32 work_idx,
                                     SharedMemoryPlan& smem) {
   if constexpr (kBatchInvariant) return produce_split(params, rank_in_group, work_idx, smem);
-  TileScheduler scheduler(params, smem.scheduler_storage.range, rank_in_group,
-                          smem.scheduler_storage.current_state);
-  const WorkCoord coord = scheduler.next_work(work_idx == 0);
+  const SchedulerStorage& storage = smem.scheduler_storage;
+  TileScheduler scheduler(params, storage.range, rank_in_group, storage.current_state);
+  WorkCoord coord = storage.first_work;
+  if (!kTakesFirst || __any_sync(~0u, work_idx > 0)) {
+    coord = scheduler.next_work(!kTakesFirst && work_idx == 0);
+  }
   WorkItem& work = smem.work_items[work_slot(work_idx)];
   if (coord.seq_idx >= 0) {
-    scheduler.fill(work, coord, work_idx);
+    scheduler.fill_tokens(work, coord, work_idx);
+    if (reload_lane() == 0) {
+      if (kTakesFirst && work_idx == 0) {
+        static_cast<WorkSplits&>(work) = storage.first_splits;
+      } else {
+        scheduler.fill_splits(work);
+      }
+    }
     save_scheduler_state(scheduler, smem);
   } else if (reload_lane() == 0) {
     work.seq_idx = -1;

@@ -5,12 +5,10 @@
 
 #include "common/barriers.cuh"
 #include "common/params.cuh"
-#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "pipeline/load_q.cuh"
 #include "pipeline/work_pipeline.cuh"
-#include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 
@@ -20,32 +18,6 @@ constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
 // Called by one thread.
 __device__ inline void init_work_barriers(const SharedMemoryPlan& smem) {
   init_work_barriers(smem, kSchedulerWarps, kWorkReaders, kSchedulerWarps);
-}
-
-// Writes work item `work_idx` to its slot, as produce_work does, but the first one from the
-// schedule of the CTA: the first P waits for it.
-__device__ inline void produce_next_work(const Params& params, int rank_in_group, u32 work_idx,
-                                         SharedMemoryPlan& smem) {
-  if constexpr (kBatchInvariant) return produce_split(params, rank_in_group, work_idx, smem);
-  const SchedulerStorage& storage = smem.scheduler_storage;
-  TileScheduler scheduler(params, storage.range, rank_in_group, storage.current_state);
-  WorkCoord coord = storage.first_work;
-  if (__any_sync(~0u, work_idx > 0)) coord = scheduler.next_work(false);
-  WorkItem& work = smem.work_items[work_slot(work_idx)];
-  if (coord.seq_idx >= 0) {
-    scheduler.fill_tokens(work, coord, work_idx);
-    if (reload_lane() == 0) {
-      if (work_idx == 0) {
-        static_cast<WorkSplits&>(work) = storage.first_splits;
-      } else {
-        scheduler.fill_splits(work);
-      }
-    }
-    save_scheduler_state(scheduler, smem);
-  } else if (reload_lane() == 0) {
-    work.seq_idx = -1;
-  }
-  __syncwarp();
 }
 
 // `scheduler` is at the first work item, for which the consumer warps load Q themselves.
@@ -59,7 +31,7 @@ __device__ inline void scheduler_loop(const Params& params, const TileScheduler&
   for (u32 work_idx = 0;; ++work_idx) {
     const WorkItem& work = smem.work_items[work_slot(work_idx)];
     wait(smem.work_empty[work_slot(work_idx)], work_phase(work_idx) ^ 1);
-    if (produces) produce_next_work(params, rank_in_group, work_idx, smem);
+    if (produces) produce_work<true>(params, rank_in_group, work_idx, smem);
     named_barrier_sync(NamedBarrier::WorkProduced, kSchedulerThreads);
     if (lane_index() == 0) arrive(smem.work_full[work_slot(work_idx)]);
     if (work.seq_idx < 0) return;

@@ -89,12 +89,6 @@ struct TileScheduler : SchedulerState {
     return next_work(is_first != 0);
   }
 
-  // Writes the current work item, of which `coord` is the coordinates.
-  __device__ void fill(WorkItem& work, const WorkCoord& coord, u32 work_idx) const {
-    fill_tokens(work, coord, work_idx);
-    if (reload_lane() == 0) fill_splits(work);
-  }
-
   // Writes the current work item, of which `coord` is the coordinates, without its splits.
   __device__ void fill_tokens(WorkItem& work, const WorkCoord& coord, u32 work_idx) const {
     if constexpr (!kIsSparse) {  // sparse rows attend to all top-k indices
