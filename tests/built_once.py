@@ -77,7 +77,7 @@ def cubin_of(spec: KernelSpec) -> Cubin:
 
 
 @cache
-def _compiler() -> bytes:
+def compiler_code() -> bytes:
     """Return the code that makes and holds a cubin."""
     files = [ROOT / "mlagen/artifacts.py", *sorted((ROOT / "mlagen/compiler").glob("*.py"))]
     return b"".join(file.read_bytes() for file in files)
@@ -90,7 +90,7 @@ def compiled(source: Source, arch: Arch) -> Cubin:
         file.write_bytes(pickle.dumps(compile_source(source, arch, find_nvrtc())))
 
     lines = "with line info" if source.line_info else ""
-    made_of = (source.text, str(arch), str(find_nvrtc()), lines, _compiler())
+    made_of = (source.text, str(arch), str(find_nvrtc()), lines, compiler_code())
     kept = built_once("kernel.cubin", build, made_of=made_of)
     cubin = pickle.loads(kept.read_bytes())  # noqa: S301 - of this checkout
     assert isinstance(cubin, Cubin)

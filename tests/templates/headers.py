@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from mlagen.artifacts import Source
 from mlagen.codegen.includes import MAIN, Resolver, Text, flatten, included_name
-from mlagen.codegen.render import rendered_file
-from mlagen.codegen.sources import template_root
+from mlagen.codegen.render import rendered, rendered_file
+from mlagen.codegen.sources import Fact, spec_facts, template_root
 from mlagen.spec.arch import ARCHS
 from mlagen.spec.families import specs_of
 from mlagen.spec.kernel import KernelSpec
@@ -97,8 +97,18 @@ def _plain_includes(name: str) -> tuple[str, ...]:
 
 def _included_names(name: str, spec: KernelSpec) -> tuple[str, ...]:
     if name.endswith(".j2"):
-        return _named(rendered_file(name, spec).lines, name)
+        return _rendered_includes(name, _facts_of(spec))
     return _plain_includes(name)
+
+
+@lru_cache(1)  # a kernel has several templates, and is asked for them one after the other
+def _facts_of(spec: KernelSpec) -> tuple[tuple[str, Fact], ...]:
+    return tuple(spec_facts(spec).items())
+
+
+@cache
+def _rendered_includes(name: str, facts: tuple[tuple[str, Fact], ...]) -> tuple[str, ...]:
+    return _named(rendered(name, dict(facts)).lines, name)
 
 
 def _named(lines: Iterable[str], name: str) -> tuple[str, ...]:
