@@ -11,6 +11,8 @@
 export PYTHON ?= python3
 export HAS_GPU := $(firstword $(wildcard /proc/driver/nvidia /dev/nvidiactl))
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+# Otherwise each worker, and each command that a test starts, compiles every module again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # $(call setup,EXTRA) starts a recipe; $(call with,MODULE,OPTIONS) adds the options of an installed
 # plugin.
