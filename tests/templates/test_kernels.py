@@ -219,6 +219,16 @@ OTHER_DIMS = [
     )
 ] + [gqa_sm90(head_dim=head_dim, rows=32) for head_dim in (80, 240)]
 
+# Kernels that gather tokens, whose producer warps have more to keep than those with TMA.
+GATHERING = [
+    gqa_sm90(rows=rows, head_dim=head_dim, kv_dtype=kv_dtype, sparse_block=1, has_output_gate=True)
+    for head_dim, rows, kv_dtype in (
+        (64, 32, DType.BF16),
+        (256, 16, DType.BF16),
+        (256, 16, DType.NVFP4),
+    )
+] + [gqa_sm90(kv_dtype=DType.E4M3, sparse_block=1, separate_page_ids=True)]
+
 # Batch-invariant kernels: the smallest and the largest tiles.
 INVARIANT = [
     gqa_sm90(batch_invariant=True),
@@ -233,7 +243,7 @@ INVARIANT = [
 
 @pytest.mark.parametrize(
     "spec",
-    [*(spec for arch in ARCHS for spec in sample_of(arch)), *OTHER_DIMS, *INVARIANT],
+    [*(spec for arch in ARCHS for spec in sample_of(arch)), *OTHER_DIMS, *GATHERING, *INVARIANT],
     ids=str,
 )
 def test_a_kernel_compiles_into_the_limits_of_its_architecture(spec: KernelSpec) -> None:

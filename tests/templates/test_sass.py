@@ -56,6 +56,7 @@ KERNELS: list[KernelSpec] = [
     *(gqa_sm90(rows=rows, has_soft_cap=True) for rows in (8, 32)),
     gqa_sm90(has_dcp=True, separate_page_ids=True),
     *(gqa_sm90(rows=rows, page_size=128, sparse_block=128) for rows in (8, 32)),
+    gqa_sm90(rows=16, head_dim=256, sparse_block=1),
     mla_sm90(rows=16),
     *WITH_DESCRIPTORS,
 ]
