@@ -78,7 +78,7 @@ class Batch:
     idx: torch.Tensor
     spare_columns: int = 0
     spare_len: int = 0  # added to max_seq_len
-    workspace_bytes: int = 96 << 20
+    workspace_bytes: int = 0  # 0 for enough
     batch_invariant: bool | None = True
 
     @cached_property
@@ -112,8 +112,9 @@ class Batch:
     @cached_property
     def scratch(self) -> dict[str, Any]:
         """The workspace, and the mode."""
-        size = (self.workspace_bytes,)
-        workspace = torch.full(size, POISON, dtype=torch.uint8, device=self.lens.device)
+        device = self.lens.device
+        size = self.workspace_bytes or (96 if device.type == "cuda" else 24) << 20
+        workspace = torch.full((size,), POISON, dtype=torch.uint8, device=device)
         return {"workspace_buffer": workspace, "batch_invariant": self.batch_invariant}
 
     @cached_property
@@ -446,9 +447,9 @@ def alone(form: Form, requests: Requests, **others: Any) -> list[torch.Tensor]:
     return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 
-def differing(form: Form, batch: Batch, expected: list[torch.Tensor]) -> list[int]:
+def differing(results: Results, batch: Batch, expected: list[torch.Tensor]) -> list[int]:
     """Return the requests of a batch whose bits are not those that they have alone."""
-    given = [bits(one, len(batch.idx)) for one in form(batch)]
+    given = [bits(one, len(batch.idx)) for one in results]
     is_known = batch.idx < batch.of.count
     idx = batch.idx.clamp(max=batch.of.count - 1)
     differs = torch.zeros_like(is_known)
