@@ -35,16 +35,7 @@ _MAX_CTAS = {**dict.fromkeys((86, 87), 16), **dict.fromkeys((89, 110, 120, 121),
 def ctas_per_sm(arch: Arch, *, threads: int, registers: int, shared_bytes: int) -> int:
     """Return how many CTAs of that size an SM holds at once.
 
-    Parameters
-    ----------
-    arch
-        The target.
-    threads
-        Threads of a CTA.
-    registers
-        Registers of a thread at the launch.
-    shared_bytes
-        Static and dynamic shared memory of a CTA.
+    ``registers`` are those of a thread at the launch, and ``shared_bytes`` static and dynamic.
     """
     warps = -(-threads // 32)
     warp_registers = max(1, -(-registers * 32 // _REGISTER_UNIT)) * _REGISTER_UNIT

@@ -23,24 +23,12 @@ _logger = logging.getLogger("mlagen")
 
 @dataclass(frozen=True, kw_only=True)
 class LookUp:
-    """Result of a look-up.
+    """Result of a look-up."""
 
-    Attributes
-    ----------
-    entry : CacheEntry or None
-        The verified entry.
-    layer : Path or None
-        The root of its layer; None if it is in memory only.
-    reason : str or None
-        One of :data:`REASONS` if there is no entry.
-    problem : str or None
-        Description of the damage or error of the matching entry.
-    """
-
-    entry: CacheEntry | None = None
-    layer: Path | None = None
-    reason: str | None = None
-    problem: str | None = None
+    entry: CacheEntry | None = None  # verified
+    layer: Path | None = None  # the root of its layer; None if it is in memory only
+    reason: str | None = None  # one of REASONS if there is no entry
+    problem: str | None = None  # the damage or error of the matching entry
 
 
 class Layers:

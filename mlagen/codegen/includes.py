@@ -107,19 +107,9 @@ def flatten(
 ) -> Text:
     """Return a kernel as one text that includes nothing: each file once, after those it includes.
 
-    Parameters
-    ----------
-    folder
-        Where the names of its files are looked for first.
-    kernel
-        Its own file; :data:`MAIN` as found from the folder by default.
-    read
-        Returns a template as rendered for the spec.
-
-    Raises
-    ------
-    IncludeError
-        If an ``#include`` cannot be resolved, or files include each other.
+    The names of its files are looked for in ``folder`` first; its own file is :data:`MAIN` as found
+    from there by default. ``read`` returns a template as rendered for the spec. Raises IncludeError
+    if an ``#include`` cannot be resolved, or files include each other.
     """
     resolver = Resolver(root, folder)
     whole = Text([], [])

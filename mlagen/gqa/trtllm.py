@@ -10,7 +10,7 @@ import torch
 from mlagen.entry_point import OUT_AND_LSE, entry_point
 from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
-    check_unread_buffer,
+    check_counter_buffer,
     chooses_batch_invariant,
     is_pdl_enabled,
     reject,
@@ -288,7 +288,7 @@ def trtllm_batch_decode_with_kv_cache(
     """
     threshold = skip_softmax_threshold_scale_factor
     check_ignored_keywords(backend, threshold, bf16q_fp8kv_transform_mode, length_aware_schedule)
-    check_unread_buffer("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer, query)
+    check_counter_buffer(multi_ctas_kv_counter_buffer, query)
     dtype = output_dtype(query, out, out_dtype)
     reject_unserved("o_sf_scale", o_sf_scale, None)
     reject_unserved("o_sf_vec_size", o_sf_vec_size, None)

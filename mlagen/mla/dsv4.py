@@ -9,7 +9,7 @@ import torch
 from mlagen.entry_point import OUT_AND_LSE, entry_point
 from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
-    check_unread_buffer,
+    check_counter_buffer,
     chooses_batch_invariant,
     dense_target,
     is_pdl_enabled,
@@ -274,7 +274,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(
     )
     dtype = kv_format_of(kv_cache_format)
     layout = require_choice(kv_layout, "kv_layout", _LAYOUTS)
-    check_unread_buffer("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer, query)
+    check_counter_buffer(multi_ctas_kv_counter_buffer, query)
     rows = _checked_query(query)
     if cum_seq_lens_q is not None:
         offsets = require_tensor(cum_seq_lens_q, "cum_seq_lens_q")

@@ -10,7 +10,7 @@ from mlagen.entry_point import OUT_AND_LSE, entry_point
 from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
     INT32_MAX,
-    check_unread_buffer,
+    check_counter_buffer,
     chooses_batch_invariant,
     is_pdl_enabled,
     reject,
@@ -55,7 +55,7 @@ def checked_backend(
     counter_buffer: object,
 ) -> bool:
     """Return whether the backend is ``sparse``, after checking keywords that change no result."""
-    check_unread_buffer("multi_ctas_kv_counter_buffer", counter_buffer, query)
+    check_counter_buffer(counter_buffer, query)
     word = require_choice(backend, "backend", (*_SYNONYMS, _SPARSE))
     require_choice(cute_dsl_impl, "cute_dsl_impl", _IMPLEMENTATIONS)
     if isinstance(kv_scale_format, str):  # in any case, as in FlashInfer

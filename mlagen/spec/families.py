@@ -93,20 +93,11 @@ DEFAULT_FILTERS = {"lookup": ["paged"], "values": ["shared"], "mask": ["causal"]
 def specs_of(
     arch: Arch, families: Collection[str] = tuple(FAMILIES), **wanted: Collection[str]
 ) -> list[KernelSpec]:
-    """Return the supported kernels for ``arch``.
+    """Return the supported kernels for ``arch`` of some families.
 
-    Parameters
-    ----------
-    families
-        Names out of :data:`FAMILIES`.
-    wanted
-        Allowed values by key field, such as ``query_dtype`` or ``page_size``.
-        A kernel without the field passes the filter.
-
-    Raises
-    ------
-    ArgumentError
-        If a family is unknown, or no kernel has one of the values.
+    ``wanted`` has the allowed values by key field, such as ``query_dtype`` or ``page_size``; a
+    kernel without the field passes. Raises ArgumentError if a family is unknown, or no kernel has
+    one of the values.
     """
     require_families(families)
     specs = [spec for family in families for spec in _made(FAMILIES[family], arch)]

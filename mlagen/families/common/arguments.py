@@ -42,8 +42,6 @@ _SCALE = "a float or a torch.float32 tensor of one element"
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
 FLOAT_DTYPES = {**DTYPES, torch.float8_e4m3fn: DType.E4M3}
 
-SCALES = frozenset({float, torch.Tensor, torch.nn.Parameter})  # types that need no conversion
-
 _MAX_SINKS = 1 << 16  # above the heads of any call; larger tensors are rejected, not converted
 
 # The kernels read token counts and page ids as int32; unsigned values stay below 2^31 too.
@@ -282,9 +280,10 @@ def factor_of(value: object, argument: str) -> float:
     return 1.0 if value is None else require_float32(value, argument)
 
 
-def check_unread_buffer(name: str, buffer: object, query: object) -> None:
-    """Reject an optional tensor that no kernel reads, unless it is on the device of the query."""
+def check_counter_buffer(buffer: object, query: object) -> None:
+    """Reject a buffer of FlashInfer's kernels, unless it is on the device of the query."""
     if buffer is not None:
+        name = "multi_ctas_kv_counter_buffer"
         tensor = require_tensor(buffer, name)
         if isinstance(query, torch.Tensor):
             require_device(tensor, name, query.device)

@@ -33,14 +33,7 @@ def log_declined(why: UnsupportedError) -> None:
 def log_choice(spec: Any, plan: Any, shape: ProblemShape, max_seq_len: int) -> None:
     """Log the kernel, tile and grid of a call with their reasons.
 
-    Parameters
-    ----------
-    spec, plan
-        The kernel and its launch plan.
-    shape : ProblemShape
-        What the plan depends on; its longest sequence is rounded up.
-    max_seq_len : int
-        The longest sequence.
+    ``max_seq_len`` is the longest sequence, which ``shape`` has rounded up.
     """
     rows = shape.rows
     block_m = spec.block_m if hasattr(spec, "block_m") else spec.tile.block_m
