@@ -29,6 +29,7 @@ _NEEDS = {  # their parameters that are read
     _TOKENS: "self q layer forward_batch topk_indices",
 }
 _BLOCK = 128  # tokens, of MiniMax-M3
+_dense: list[Any] = []  # the backends of this process that know the pages of a step
 _logger = logging.getLogger("mlagen")
 
 
@@ -56,7 +57,8 @@ def serve(runner: Any, backend: Any) -> list[dict[str, Any]]:
             *(_BLOCK, runner.page_size, _BLOCK),
         )
         return [{}]
-    _hook(_BLOCKS, partial(attend_to_blocks, backend))
+    _dense.append(backend)
+    _hook(_BLOCKS, partial(attend_to_blocks, _dense))
     return [{}, {"sparse_block": _BLOCK, "max_q_len": 1}]
 
 
@@ -71,15 +73,18 @@ def _hook(target: str, function: Callable[..., Any]) -> None:
     _logger.info("Using mlagen_mha for the decode of %s.", target)
 
 
-def attend_to_blocks(backend: Any, theirs: Callable[..., Any], **call: Any) -> Any:
+def attend_to_blocks(dense: list[Any], theirs: Callable[..., Any], **call: Any) -> Any:
     """Attend from each request's query token to blocks, or as SGLang where it has other pages.
 
-    ``call`` is that of SGLang's ``flash_decode_with_gqa_share_sparse``, and ``backend`` the one of
-    dense layers, which knows the pages of the step.
+    ``call`` is that of SGLang's ``flash_decode_with_gqa_share_sparse``, and ``dense`` has the
+    backends of dense layers. It says nothing of the one whose step it is in: SGLang's function
+    attends if there are several, for PD multiplexing or two batches that overlap.
     """
+    backend, *others = dense
     query, step = call["q"], backend.forward_metadata
     is_served = (
-        call["sink"] is None
+        not others
+        and call["sink"] is None
         and call.get("hisparse_slots") is None
         and call["block_size"] == call["page_size"] == backend.page_size
         and len(step.page_table) == len(query)

@@ -54,13 +54,14 @@ def test_a_step_attends_to_the_blocks_of_its_indices(
     def theirs(**_: Any) -> str:
         return "SGLang's"
 
-    problem.check(indexed.attend_to_blocks(backend, theirs, **call))
+    problem.check(indexed.attend_to_blocks([backend], theirs, **call))
 
     for change in ({"hisparse_slots": 1}, {"page_size": 64}, {"q": problem.query[:2]}):
-        assert indexed.attend_to_blocks(backend, theirs, **call | change) == "SGLang's"
+        assert indexed.attend_to_blocks([backend], theirs, **call | change) == "SGLang's"
+    assert indexed.attend_to_blocks([backend, backend], theirs, **call) == "SGLang's"
     if is_installed("sglang"):  # with blocks that another layer has chosen
         module = sglang("sglang.srt.layers.attention.minimax_sparse_ops.minimax_sparse")
-        hooked = partial(indexed.attend_to_blocks, backend, theirs)
+        hooked = partial(indexed.attend_to_blocks, [backend], theirs)
         monkeypatch.setattr(module, "flash_decode_with_gqa_share_sparse", hooked)
         caches = call["k_cache"], call["v_cache"], torch.empty(3, 2, 128), None, None, None
         step_of = (None, None, problem.seq_lens, 500, 1, 128, 4, 0, 0)
@@ -140,6 +141,31 @@ def test_the_model_says_which_kernels_are_warmed_up_and_what_is_replaced(
     assert [kind.name for _, _, kind in hooks] == ["AROUND"] * is_replaced
     warns = architecture.startswith("MiniMax") and not is_replaced
     assert ("pass --page-size" in caplog.text) is warns
+
+
+def test_the_blocks_of_a_second_backend_are_left_to_sglang(
+    indexed: ModuleType, monkeypatch: Patch
+) -> None:
+    """SGLang applies the first hook alone, which has the pages of the first backend's steps."""
+    hooks: dict[str, Any] = {}
+    registry = SimpleNamespace(
+        register=lambda target, hook, _: hooks.setdefault(target, hook), apply_hooks=lambda: None
+    )
+    monkeypatch.setattr(indexed, "HookRegistry", registry)
+    monkeypatch.setattr(indexed, "resolve_name", lambda _: stub(indexed._NEEDS[indexed._BLOCKS]))
+    monkeypatch.setattr(indexed, "_dense", [])
+    config = SimpleNamespace(architectures=["MiniMaxM3SparseForCausalLM"])
+    made = SimpleNamespace(model_config=SimpleNamespace(hf_config=config), page_size=128)
+    problem = msa("", seq_lens=(500, 130)).build("cpu")
+    for tables in (problem.block_tables.flip(0), problem.block_tables):
+        step = SimpleNamespace(page_table=tables, cache_seqlens_int32=problem.seq_lens)
+        indexed.serve(made, SimpleNamespace(page_size=128, forward_metadata=step))
+    caches = problem.store.key.flatten(0, 1), problem.store.value.flatten(0, 1)
+    call = {"q": problem.query, "topk_idx": problem.indices, "block_size": 128, "page_size": 128}
+    call |= dict(zip(("k_cache", "v_cache"), caches, strict=True))
+    call |= dict.fromkeys(("sink", "sm_scale", "k_scale", "v_scale"))
+
+    assert hooks[indexed._BLOCKS](lambda **_: "SGLang's", **call) == "SGLang's"
 
 
 def test_another_sglang_is_rejected(indexed: ModuleType, monkeypatch: Patch) -> None:
