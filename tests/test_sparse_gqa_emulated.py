@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import check_problem
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
+from tests.emulator import emulated
 from tests.emulator.emulated import COMPILER, encode, replace_launches
 from tests.families.launches import record_launches
 from tests.kernels import SM_80, SM_90A
@@ -163,3 +165,29 @@ def test_top_k_indices_are_right(is_sm90: bool, emulate: Emulate) -> None:
         emulate(sm_count, SM_90A if is_sm90 else SM_80, is_sm90=is_sm90)
         check_top_k(case, "cpu")
     check_top_k(TOP_K_CASES[0], "cpu", top_k=200)
+
+
+def test_what_is_kept_of_the_emulator_is_made_of_all_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another option of any of its commands compiles again."""
+    used: list[str] = []
+
+    def build(name: str, make: Callable[[Path], object], made_of: Iterable[str | bytes]) -> Path:
+        made_of_all = b"".join(
+            each if isinstance(each, bytes) else each.encode() for each in made_of
+        )
+        used.clear()
+        make(tmp_path / name)
+        assert [each for each in used if each.encode() not in made_of_all] == []
+        assert used
+        return tmp_path / name
+
+    def compile_(*arguments: str) -> None:
+        used.extend(each for each in arguments if each.startswith("-"))
+
+    monkeypatch.setattr(emulated, "built_once", build)
+    monkeypatch.setattr(emulated, "_compile", compile_)
+    monkeypatch.setattr(ctypes, "CDLL", str)
+
+    assert str(emulated.compile_host("int one;")) == str(tmp_path / "kernel.so")

@@ -96,8 +96,8 @@ def _toolchain() -> tuple[str | bytes, ...]:
     assert COMPILER is not None
     version = subprocess.run([COMPILER, "--version"], check=True, capture_output=True).stdout
     cpu = re.findall(r"^flags.*", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[:1]
-    headers = [file.read_bytes() for file in sorted(_FOLDER.glob("*.h"))]
-    return (version, *cpu, *_OPTIONS, _types(), *headers)
+    files = (Path(__file__), *sorted(_FOLDER.glob("*.h")))  # this one has more options
+    return (version, *cpu, *_OPTIONS, _types(), *(file.read_bytes() for file in files))
 
 
 def compile_host(source: str) -> ctypes.CDLL:
