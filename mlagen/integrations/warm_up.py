@@ -153,7 +153,7 @@ def _specs_of(calls: Iterable[Calls], arch: Arch) -> list[KernelSpec]:
         else:
             specs |= dict.fromkeys(made)
     has_mode = current_settings().batch_invariant
-    return list(dict.fromkeys(map(batch_invariant, specs) if has_mode else specs))
+    return batch_invariant(specs) if has_mode else list(specs)
 
 
 def _line(loaded: int, units: list[PrewarmUnit], seconds: float, mode: str) -> str:

@@ -84,7 +84,7 @@ def selected_specs(
 def _of_mode(specs: Iterable[KernelSpec]) -> list[KernelSpec]:
     """Return the kernels of calls that leave it to the settings whether they are invariant."""
     has_mode = current_settings().batch_invariant
-    return list(dict.fromkeys(map(batch_invariant, specs) if has_mode else specs))
+    return batch_invariant(specs) if has_mode else list(dict.fromkeys(specs))
 
 
 def serving_texts(

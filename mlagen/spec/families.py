@@ -175,8 +175,19 @@ def specs_of_variant(spec: KernelSpec) -> list[KernelSpec]:
     return [other for other in dict.fromkeys(specs) if other.family == spec.family]
 
 
-def batch_invariant(spec: KernelSpec) -> KernelSpec:
-    """Return the kernel of batch-invariant calls for one of other calls; others unchanged."""
+def batch_invariant(specs: Iterable[KernelSpec]) -> list[KernelSpec]:
+    """Return the kernels of batch-invariant calls for those of other calls, without duplicates."""
+    made = dict.fromkeys(map(_batch_invariant, specs))
+    # Such calls take the sm80 kernel where the sm90 one does not cover them.
+    return [
+        spec
+        for spec in made
+        if not isinstance(spec, GqaSm90Spec)
+        or gqa_sm90.gqa_sm90_spec(spec.arch, spec.variant, spec.block_m) is not None
+    ]
+
+
+def _batch_invariant(spec: KernelSpec) -> KernelSpec:
     if isinstance(spec, CombineSpec):
         return replace(spec, batch_invariant=True)
     if isinstance(spec, (MlaSm80Spec, MlaSm90Spec)):

@@ -281,10 +281,12 @@ def test_an_invalid_line_of_a_record_is_rejected(line: str, message: str, log: P
 
 
 def test_the_setting_selects_batch_invariant_kernels(monkeypatch: Patch) -> None:
-    """Of models and of filters; kernels that are named stay."""
+    """Of models and of filters, without those that no such call takes; named kernels stay."""
     monkeypatch.setenv("MLAGEN_BATCH_INVARIANT", "1")
     for arguments in ({"models": "llama-3-8b"}, {"families": ["mla_sm80", "combine"]}):
         fields = [spec.key_fields() for spec in selected("sm_90a", **arguments)]
         assert {named["batch_invariant"] for named in fields} == {"True"}
         assert len({*map(str, fields)}) == len(fields)
+    tokens = selected("sm_90a", models="qwen3.8-flash-next", wanted={"page_size": 16})
+    assert [spec.family for spec in tokens] == ["gqa_sm80", "combine"]
     assert selected(kernels=[mla_sm80(), COMBINE]) == [mla_sm80(), COMBINE]

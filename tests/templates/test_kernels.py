@@ -237,7 +237,7 @@ INVARIANT = [
     mla_sm90_fp8(batch_invariant=True, rows=64),
     mla_sm90_fp8kv(batch_invariant=True, query_dtype=DType.E4M3, kv_dtype=DType.E4M3),
     mla_sm90_fp8kv(batch_invariant=True, lookup="paged"),
-    batch_invariant(mla_sm90_two_pools()),
+    *batch_invariant([mla_sm90_two_pools()]),
 ]
 
 
