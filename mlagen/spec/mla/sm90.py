@@ -334,8 +334,8 @@ class MlaSm90Fp8KvSpec(_Fp8Spec):
     @property
     def small_calls(self) -> tuple[tuple[int, int], ...]:
         """(max rows per sequence, max KV blocks) of calls that sm80 runs faster on 132 SMs."""
-        if self.has_two_pools:  # lists of some hundred tokens: one or two of them
-            return ((128, 20),)
+        if self.has_two_pools:  # lists of some hundred tokens: one or two of them in few tiles
+            return ((16, 20), (128, 15))
         return ((128, 128),) if self.variant.query_dtype.is_16bit else ((16, 64),)
 
     @property
