@@ -91,7 +91,7 @@ OPEN = {
         f"cache_tools/benchmark/{name}.py": {"torch"}
         for name in (
             *("calls", "gpu", "inputs", "pools", "rows", "timing"),
-            *(f"baselines/{name}" for name in ("baseline", "fa3", "flashmla", "triton")),
+            *(f"baselines/{name}" for name in ("baseline", "fa3", "flashmla", "hpc", "triton")),
         )
     },
     "cache_tools/benchmark/baselines/flashinfer.py": {"flashinfer", "torch"},

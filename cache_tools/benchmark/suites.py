@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 # decides the clock. model: behind the projection of a decode layer, whose own time is subtracted.
 MODES = ("fresh", "sustained", "model")
 
-LIBRARIES = ("flashinfer", "flashmla", "fa3", "triton")
+LIBRARIES = ("flashinfer", "flashmla", "fa3", "hpc", "triton")
 
 
 Facts: TypeAlias = dict[str, Any]

@@ -96,7 +96,7 @@ _CASE_OPTIONS = (
         is_flag=False,
         flag_value=_ALL,
         metavar="[NAME,...]",
-        help="Also measure flashinfer, flashmla, fa3, triton; without a name, all that are found.",
+        help="Also measure flashinfer, flashmla, fa3, hpc, triton; without a name, all found.",
     ),
 )
 

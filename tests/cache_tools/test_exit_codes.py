@@ -106,7 +106,7 @@ BAD_USAGE = {
     "bench --filter none": "filter: expected a regular expression that matches a name such as '",
     "bench --from-json nowhere": "from-json: expected a file of mlagen bench --json, got none: no",
     "bench --mode hot": "mode: expected one of fresh, sustained, model, got hot",
-    "bench --compare cutlass": "compare: expected one of flashinfer, flashmla, fa3, triton, all, ",
+    "bench --compare cutlass": "compare: expected one of flashinfer, flashmla, fa3, hpc, triton, ",
     "bench --libraries site": "libraries: expected --compare with it, got site",
     "bench --suite full --heads 8": "suite: expected no case option with it, got full",
     "bench --tolerance 3": "tolerance: expected a percentage such as 3%, got 3",

@@ -10,10 +10,10 @@ from pathlib import Path
 from mlagen.errors import ArgumentError, UnsupportedError
 
 from ..suites import LIBRARIES
-from . import fa3, flashinfer, flashmla, triton
+from . import fa3, flashinfer, flashmla, hpc, triton
 from .baseline import Baseline
 
-_MODULES = dict(zip(LIBRARIES, (flashinfer, flashmla, fa3, triton), strict=True))
+_MODULES = dict(zip(LIBRARIES, (flashinfer, flashmla, fa3, hpc, triton), strict=True))
 
 
 def find_baselines(libraries: Iterable[str], folder: Path | None = None) -> list[Baseline]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mlagen
-from cache_tools.benchmark.baselines import fa3, find_baselines, flashinfer, flashmla, triton
+from cache_tools.benchmark.baselines import fa3, find_baselines, flashinfer, flashmla, hpc, triton
 from cache_tools.benchmark.calls import Call
 from cache_tools.benchmark.inputs import Inputs, relative_error
 from cache_tools.benchmark.pools import expected_of, inputs_for
@@ -55,6 +55,10 @@ FLASHINFER: Cases = [
     ("gqa", {"kv_dtype": "e4m3", "head_dim": 512}),
     ("gqa", {**BLOCKS, "kv_heads": 2, "q_len": 3}),
     ("gqa", {**TOPK, "kv_dtype": "nvfp4", "q_len": 2}),
+]
+HPC: Cases = [
+    ("gqa", {"kv_heads": 2}),
+    ("gqa", {"kv_heads": 1, "q_len": 3, "kv_dtype": "e4m3"}),
 ]
 TRITON: Cases = [
     *GQA,
@@ -255,6 +259,49 @@ class Triton:
         )
 
 
+class Hpc:
+    """The functions of hpc-ops."""
+
+    def get_attention_decode_task_workspace(self, *args: Any, **given: Any) -> dict[str, Any]:
+        """Return what the schedule is written to."""
+        return {"args": args, **given}
+
+    def assign_attention_decode_task(
+        self, lengths: Any, tasks: Any, *args: Any, **given: Any
+    ) -> None:
+        """Write the schedule."""
+        assert tasks == {"args": (len(lengths), lengths.max(), args[0]), **given}
+        tasks["q_len"], has_new = args[1:]
+        assert has_new
+
+    def attention_decode_bf16(
+        self, q: Any, k: Any, v: Any, tables: Any, lengths: Any, **given: Any
+    ) -> None:
+        """Write the output of mlagen."""
+        q_len = given["mtp"] + 1
+        assert given["new_kv_included"]
+        assert given["task_map"]["q_len"] == q_len
+        mlagen.decode.xqa_batch_decode_with_kv_cache(
+            q.bfloat16(),
+            (k, v),
+            torch.empty(0, dtype=torch.uint8),
+            tables,
+            lengths,
+            int(lengths.max()),
+            bmm1_scale=q.shape[-1] ** -0.5,
+            q_len_per_req=q_len,
+            out=given["output"],
+        )
+
+    def attention_decode_fp8(self, *args: Any, **given: Any) -> None:
+        """Write the same over an e4m3 cache, with scales of the query's rows, keys and values."""
+        *tensors, query_scale, key_scale, value_scale = args
+        assert {each.dtype for each in tensors[:3]} == {torch.float8_e4m3fn}
+        assert query_scale.shape == tensors[0].shape[:2]
+        assert all(scale.eq(1).all() for scale in (query_scale, key_scale, value_scale))
+        self.attention_decode_bf16(*tensors, **given)
+
+
 Make = Callable[[Inputs], Call]
 
 
@@ -275,6 +322,7 @@ LIBRARIES: dict[str, tuple[Make, Cases]] = {
     "FlashMLA of vLLM": (of_flashmla(1), FLASHMLA),
     "FA3": (of_fa3, FA3),
     "FlashInfer": (flashinfer.flashinfer_call, FLASHINFER),
+    "hpc-ops": (partial(hpc.hpc_call, Hpc()), HPC),
     "Triton": (partial(triton.triton_call, Triton()), TRITON),
 }
 
@@ -360,8 +408,10 @@ def test_a_kernel_of_vllm_is_loaded_without_its_package(site: Path) -> None:
         ("mla", {"kv_dtype": "fp8_dsv41", "top_k": 64}, ""),
         ("mla", {**NO_ROPE, "top_k": 64}, "fa3 flashinfer flashmla-sglang"),
         ("mla", {"top_k": 64, "dtype": "fp16"}, "fa3 flashinfer"),
-        ("gqa", {}, "fa3 flashinfer triton"),
-        ("gqa", {"kv_dtype": "e4m3"}, "fa3 flashinfer triton"),
+        ("gqa", {}, "fa3 flashinfer hpc triton"),
+        ("gqa", {"kv_dtype": "e4m3"}, "fa3 flashinfer hpc triton"),
+        ("gqa", {"kv_heads": 4}, "fa3 flashinfer triton"),
+        ("gqa", {"page_size": 32}, "fa3 flashinfer triton"),
         ("gqa", {"kv_dtype": "int8"}, "triton"),
         ("gqa", {"kv_dtype": "int8_per_token_head"}, "triton"),
         ("gqa", {"kv_dtype": "nvfp4"}, "flashinfer"),
@@ -389,7 +439,8 @@ def test_a_library_is_measured_where_it_has_a_kernel(
     family: str, facts: dict[str, Any], expected: str, site: Path, monkeypatch: Patch
 ) -> None:
     """A case that a library has no kernel for has no result of it, rather than a failure."""
-    monkeypatch.setattr(flashinfer, "version", lambda _: "0.7.2")
+    for library in (flashinfer, hpc):
+        monkeypatch.setattr(library, "version", lambda _: "0.7.2")
     case, found = case_of(family, **facts), find_baselines([], site)
     assert " ".join(sorted(each.name for each in found if each.serves(case))) == expected
 
