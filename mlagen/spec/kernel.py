@@ -116,10 +116,16 @@ class KernelSpec:
         return ()
 
     @property
+    def unused_parameters(self) -> tuple[Parameter, ...]:
+        """Common parameters that this kernel does not have."""
+        return ()
+
+    @property
     def parameters(self) -> tuple[Parameter, ...]:
         """Fields of the kernel's parameter struct, in order."""
-        added = self.added_parameters
-        return in_order((*self.common_parameters, *added)) if added else self.common_parameters
+        added, unused = self.added_parameters, self.unused_parameters
+        common = tuple(one for one in self.common_parameters if one not in unused)
+        return in_order((*common, *added)) if added else common
 
     @property
     def declarations(self) -> tuple[str, ...]:

@@ -144,10 +144,9 @@ class GqaSm90Spec(GqaSpec):
         return 1 if self.uses_tma else _GATHER_WARPS
 
     @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """Fields of the kernel's parameter struct; tensor maps only with TMA."""
-        unused = () if self.uses_tma else _TMA_MAPS
-        return tuple(one for one in super().parameters if one not in unused)
+    def unused_parameters(self) -> tuple[Parameter, ...]:
+        """Tensor maps, without TMA."""
+        return () if self.uses_tma else _TMA_MAPS
 
     @property
     def added_parameters(self) -> tuple[Parameter, ...]:

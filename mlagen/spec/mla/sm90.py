@@ -35,7 +35,12 @@ SCHED_META_OFFSET = SEMAPHORE_BYTES + (2 + CACHED_SEQ_LENS) * 4
 
 HEAD_DIMS = ((512, 64), (512, 0))  # kv_lora_rank, qk_rope_head_dim
 
-_TMA_PARAMETERS = ("latent_map", "rope_map", "kv_map", "separate_rope")
+_TMA_PARAMETERS = parameters(
+    """
+    TensorMap: latent_map rope_map kv_map
+    int: separate_rope
+    """
+)
 
 _MAX_SWAP_AB_ROWS = 32
 _TILE_ELEMENTS = 64  # of a row of 16-bit elements, 128 bytes
@@ -172,10 +177,9 @@ class MlaSm90Spec(MlaKernelSpec, MlaSm90Splits):
         return (*gather, *super().added_parameters, *splits)
 
     @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """Fields of the kernel's parameter struct; none of tensor maps over top-k indices."""
-        unused = _TMA_PARAMETERS if self.is_sparse else ()
-        return tuple(one for one in super().parameters if one.name not in unused)
+    def unused_parameters(self) -> tuple[Parameter, ...]:
+        """Those of TMA, over top-k indices."""
+        return _TMA_PARAMETERS if self.is_sparse else ()
 
     @property
     def loading_warps(self) -> int:
