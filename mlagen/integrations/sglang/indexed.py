@@ -137,6 +137,7 @@ def attend_to_tokens(
         backend.req_to_token_pool.req_to_token,
         requests.int(),
         use_prefill_config=False,
+        # The call's own factor of the scores is that of the head dim.
         k_scale=layer.scaling * q.shape[-1] ** 0.5,
     )
     assert isinstance(out, torch.Tensor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -78,6 +80,19 @@ def backend_of(runner: Any, name: str) -> MlagenMHABackend:
     return backend
 
 
+def _with_soft_cap(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a forward pass of SGLang that keeps the soft cap of its layer for the decode."""
+
+    @wraps(forward)
+    def run(
+        self: MlagenMHABackend, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        self._soft_cap = layer.logit_cap or None
+        return forward(self, q, k, v, layer, *args, **kwargs)
+
+    return run
+
+
 class MlagenMHABackend(TRTLLMHAAttnBackend):
     """SGLang's TensorRT-LLM backend; decode steps and drafts run mlagen's kernels."""
 
@@ -87,37 +102,8 @@ class MlagenMHABackend(TRTLLMHAAttnBackend):
 
     _soft_cap: float | None = None  # of the layer
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Attend with one query token of each request."""
-        self._soft_cap = layer.logit_cap or None
-        given = (q, k, v, layer, forward_batch, save_kv_cache)
-        out: torch.Tensor = super().forward_decode(*given, **kwargs)
-        return out
-
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Verify drafts."""
-        self._soft_cap = layer.logit_cap or None
-        given = (q, k, v, layer, forward_batch, save_kv_cache)
-        out: torch.Tensor = super().forward_extend(*given, **kwargs)
-        return out
+    forward_decode = _with_soft_cap(TRTLLMHAAttnBackend.forward_decode)
+    forward_extend = _with_soft_cap(TRTLLMHAAttnBackend.forward_extend)
 
     def _run_fixed_q_len_decode(
         self,

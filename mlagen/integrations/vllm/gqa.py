@@ -114,7 +114,8 @@ class MlagenGQABackend(Sm90Backend, vllm_flashinfer.FlashInferBackend):
         text = getattr(model, "hf_text_config", None)
         sparse = getattr(text, "sparse_attention_config", None) or {}
         sizes = super().get_supported_kernel_block_sizes(kv_cache_spec)
-        return sizes + [size for key, size in sparse.items() if key == "sparse_block_size"]
+        block = sparse.get("sparse_block_size")
+        return sizes if block is None else [*sizes, block]
 
     @staticmethod
     def get_name() -> str:
