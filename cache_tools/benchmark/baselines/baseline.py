@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 import torch
@@ -36,6 +36,14 @@ class SharedLibrary:
     def load(self) -> None:
         """Register its ops with torch."""
         torch.ops.load_library(str(self.path))  # type: ignore[no-untyped-call]
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def shared_library(package: str, name: str) -> SharedLibrary | None:

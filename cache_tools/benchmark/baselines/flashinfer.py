@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from .baseline import (
     block_table_of,
     cu_seqlens_q_of,
     has_16bit_query,
+    version_of,
     with_topk_as_tables,
 )
 
@@ -34,9 +34,8 @@ _NVFP4_HEAD_DIMS = (128, 256, 512)
 
 def find() -> list[Baseline]:
     """Return FlashInfer, if it is found."""
-    try:
-        found = version(PACKAGES)
-    except PackageNotFoundError:
+    found = version_of(PACKAGES)
+    if found is None:
         return []
     return [Baseline(name="flashinfer", version=found, serves=_serves, make=flashinfer_call)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from mlagen.spec.dtype import DType
 from ..calls import Call
 from ..cases import Case
 from ..inputs import Inputs
-from .baseline import Baseline, has_16bit_query
+from .baseline import Baseline, has_16bit_query, version_of
 
 PACKAGES = "hpc-ops"
 INSTALL = "pip install git+https://github.com/Tencent/hpc-ops"
@@ -26,9 +25,8 @@ _MIN_SPLIT_TOKENS = 1024  # as vLLM's backend passes it
 
 def find() -> list[Baseline]:
     """Return hpc-ops, if it is found."""
-    try:
-        found = version(PACKAGES)
-    except PackageNotFoundError:
+    found = version_of(PACKAGES)
+    if found is None:
         return []
 
     def make(inputs: Inputs) -> Call:

@@ -440,7 +440,7 @@ def test_a_library_is_measured_where_it_has_a_kernel(
 ) -> None:
     """A case that a library has no kernel for has no result of it, rather than a failure."""
     for library in (flashinfer, hpc):
-        monkeypatch.setattr(library, "version", lambda _: "0.7.2")
+        monkeypatch.setattr(library, "version_of", lambda _: "0.7.2")
     case, found = case_of(family, **facts), find_baselines([], site)
     assert " ".join(sorted(each.name for each in found if each.serves(case))) == expected
 
