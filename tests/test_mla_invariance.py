@@ -81,7 +81,7 @@ FORMS: dict[str, tuple[Form, Facts]] = {
     "lists": (inv.mla_sparse, Facts(heads=30)),
     "lists over fp8_ds_mla": (inv.mla_sparse, Facts(heads=64, kv="fp8_ds_mla")),
     "pages of fp8_ds_mla": (inv.mla, Facts(heads=8, q_len=4, kv="fp8_ds_mla")),
-    "two pools": (inv.dsv4, Facts(heads=16, kv="dsv4")),
+    "two pools": (inv.dsv4, Facts(heads=64, kv="dsv4")),
 }
 
 

@@ -95,6 +95,10 @@ __device__ inline void clear_nonfinite(SharedMemoryPlan& smem, const WorkItem& w
   named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
 }
 
+// Batch-invariant PV warps with the softmax have no registers to spare between MMAs: they add P to
+// the row sum before the PV GEMM, and V scales are not live from one KV block to the next.
+constexpr bool kAddsPFirst = kPvHasSoftmax && kBatchInvariant;
+
 // Double-buffered V fragments: dequantization overlaps the MMAs in flight.
 constexpr int kVBuffers = 2;
 
@@ -146,6 +150,7 @@ struct PvWarpgroup {
     StoredV stored;
     VFragments v[kVBuffers];
     VScales scales;
+    if constexpr (kAddsPFirst) scales[0] = scales[1] = {0, 0};  // not set on the path of rope
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) wgmma_fence_operand(accumulators[tile]);
 #pragma unroll
@@ -165,7 +170,7 @@ struct PvWarpgroup {
       __syncwarp();
       pv_mma(fragments, p_desc, half, dim_tile_of(pv_step));
     }
-    row_sum.add(smem, stage, buffer);
+    if constexpr (!kAddsPFirst) row_sum.add(smem, stage, buffer);
     wgmma_wait_group<0>();
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) wgmma_fence_operand(accumulators[tile]);
@@ -189,7 +194,7 @@ struct PvWarpgroup {
       dequant_v(v[pv_step % kVBuffers], stored, scales);
       pv_mma(v[pv_step % kVBuffers], p_desc, half, dim_tile_of(pv_step));
     }
-    row_sum.add(smem, stage, buffer);
+    if constexpr (!kAddsPFirst) row_sum.add(smem, stage, buffer);
     wgmma_wait_group<0>();
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) wgmma_fence_operand(accumulators[tile]);
@@ -201,6 +206,7 @@ struct PvWarpgroup {
     if (__any_sync(~0u, finish_softmax(params, smem, work, blocks_done, end))) {
       rescale(stage);
     }
+    if constexpr (kAddsPFirst) row_sum.add(smem, stage, buffer);
     if constexpr (!kIsSparse) clear_masked(stage, blocks_done);  // top-k tokens: no causal mask
     if constexpr (kHasRopeInV) {
       pv_gemm_with_rope(stage, buffer);
