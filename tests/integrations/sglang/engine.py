@@ -33,7 +33,7 @@ RANDOM: dict[str, Any] = {"load_format": "dummy"}
 
 def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> dict[str, Any]:
     """Return the backend of decode, and tokens, kernels and graph replays of requests."""
-    from sglang import Engine
+    from sglang.srt.entrypoints.engine import Engine
 
     class RandomEngine(Engine):  # type: ignore[misc]
         run_scheduler_process_func = staticmethod(run_with_random_weights)
