@@ -64,6 +64,8 @@ def hpc_call(ops: Any, inputs: Inputs) -> Call:
         decode = ops.attention_decode_fp8
     queries = [query.flatten(0, 1) for query in inputs.queries]
     out = torch.empty_like(queries[0])
+    # Without it the FP8 op fills one in every call, though a schedule replaces it.
+    split_flag = torch.zeros(case.batch, case.kv_heads, dtype=torch.int32, device=lengths.device)
 
     def call(index: int) -> torch.Tensor:
         query = queries[index].to(torch.float8_e4m3fn) if is_fp8 else queries[index]
@@ -77,6 +79,7 @@ def hpc_call(ops: Any, inputs: Inputs) -> Call:
             mtp=case.q_len - 1,
             new_kv_included=True,
             task_map=task_map,
+            split_flag=split_flag,
             output=out,
         )
         return out
