@@ -55,15 +55,7 @@ class MissError(MlagenError, RuntimeError):
 
 
 class CompileError(MlagenError, RuntimeError):
-    """NVRTC rejected a kernel.
-
-    Attributes
-    ----------
-    log : str
-        The log of NVRTC, with positions in the templates.
-    source : str
-        The rendered CUDA source.
-    """
+    """NVRTC rejected a kernel; ``log`` has positions in the templates, ``source`` is CUDA."""
 
     def __init__(self, message: str, *, log: str, source: str) -> None:
         super().__init__(message)
@@ -72,13 +64,7 @@ class CompileError(MlagenError, RuntimeError):
 
 
 class CacheError(MlagenError, OSError):
-    """The kernel cache cannot be read or written.
-
-    Attributes
-    ----------
-    path : Path
-        The file or folder that is not usable.
-    """
+    """The kernel cache cannot be read or written; ``path`` is the file or folder."""
 
     def __init__(self, message: str, *, path: Path) -> None:
         super().__init__(message)
@@ -86,13 +72,7 @@ class CacheError(MlagenError, OSError):
 
 
 class DriverError(MlagenError, RuntimeError):
-    """The CUDA driver failed to load or launch a kernel.
-
-    Attributes
-    ----------
-    symbol : str
-        The kernel, or the driver call, that failed.
-    """
+    """The driver failed to load or launch a kernel; ``symbol`` is it, or the driver call."""
 
     def __init__(self, message: str, *, symbol: str) -> None:
         super().__init__(message)

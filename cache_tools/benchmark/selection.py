@@ -79,26 +79,11 @@ def select_cases(
 ) -> list[Case]:
     """Return the cases to measure, each once.
 
-    Parameters
-    ----------
-    families : iterable of str
-        ``mla``, ``gqa`` or both; if None both for a suite, and ``mla`` with ``axes``.
-    axes : mapping of str to sequence
-        Values by parameter, such as ``heads``: every combination is a case.
-        Without axes and ``is_ragged``, the cases of ``suite`` are returned.
-    is_ragged : bool
-        Whether the requests differ in length.
-    suite : str
-        One of :data:`~.suites.SUITES`.
-    pattern : str
-        A regular expression: only cases whose label it matches somewhere.
-
-    Raises
-    ------
-    ArgumentError
-        If a family or dtype is unknown, values are inconsistent, or no label matches ``pattern``.
-    UnsupportedError
-        If no kernel covers a case.
+    Without ``axes`` and ``is_ragged`` they are those of a suite, of both families by default; or
+    else every combination of the values by parameter, by default of MLA. ``pattern`` is a regular
+    expression that their labels match somewhere. Raises ArgumentError if a family or dtype is
+    unknown, values are inconsistent, or no label matches; UnsupportedError if no kernel covers a
+    case.
     """
     cases = _combinations(families, axes or {}, is_ragged=is_ragged, suite=suite)
     if pattern is None:

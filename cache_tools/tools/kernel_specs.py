@@ -15,21 +15,12 @@ _WITHOUT_GPU = "sm_90a"
 
 
 def spec_named(text: str, arch: Arch | None = None) -> KernelSpec:
-    """Return the kernel that a text names.
+    """Return the kernel that a text names: a spec, a family, or a family with some of its values.
 
-    Parameters
-    ----------
-    text : str
-        A spec as ``str(spec)`` has it; ``family`` or ``family(name=value, ...)`` with some of its
-        names is the kernel that has these values, and default values otherwise.
-    arch : Arch, optional
-        The target. By default that of the text, else of the first GPU that the family has kernels
-        for, else sm_90a, else the first one that the family has kernels for.
-
-    Raises
-    ------
-    ArgumentError
-        If the text is malformed, or no call uses such a kernel; the message has the nearest one.
+    A value that the text leaves out is a default. The target is ``arch``, by default that of the
+    text, else of the first GPU that the family has kernels for, else sm_90a, else the first one
+    that the family has kernels for. Raises ArgumentError if the text is malformed, or no call uses
+    such a kernel; the message has the nearest one.
     """
     family, given = _split(f"{text}()" if text.isidentifier() else text)
     return _filled(family, given, arch)

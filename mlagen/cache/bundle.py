@@ -203,25 +203,11 @@ def verify_bundle(
     max_bytes: int = DEFAULT_MAX_BYTES,
     on_progress: OnProgress | None = None,
 ) -> VerifiedBundle:
-    """Verify a whole bundle and return its entries; nothing is stored or published.
+    """Return the entries of a seekable bundle, all of it verified; nothing is published.
 
-    Parameters
-    ----------
-    file : BinaryIO
-        The bundle; must be seekable.
-    name : str
-        Name of the bundle in messages.
-    expect_sha256 : str, optional
-        Expected digest of the whole file; compared before anything is parsed.
-    max_bytes : int
-        Limit for the total unpacked size of the entries.
-    on_progress : OnProgress, optional
-        Called with the bytes of the file that are done, and all of them.
-
-    Raises
-    ------
-    BundleError
-        If any check fails.
+    ``expect_sha256`` is the digest of the whole file, compared before anything is parsed, and
+    ``max_bytes`` limits the unpacked size of the entries. Messages call the bundle ``name``. Raises
+    BundleError if any check fails.
     """
     with _bundle_errors(name):
         sha256, size_bytes = _digest_of(file)
@@ -250,23 +236,11 @@ def import_bundle(
     dry_run: bool = False,
     on_progress: OnProgress | None = None,
 ) -> list[str]:
-    """Publish the entries of a bundle that are not in the store.
+    """Publish a bundle's entries that are not in the store: ``added``, ``kept`` or ``replaced``.
 
     An existing entry stays, unless it is damaged. Each entry is verified again while it is read, so
-    that a file that changed since publishes nothing unverified.
-
-    Returns
-    -------
-    list[str]
-        For each entry of the bundle: ``added``, ``kept`` or ``replaced``; with ``dry_run``, the
-        outcome that an import would have.
-
-    Raises
-    ------
-    BundleError
-        If the file has changed since it was verified.
-    CacheError
-        If the store cannot be read or written; an entry that cannot be read stays.
+    that a file that changed since publishes nothing unverified; ``dry_run`` only returns outcomes.
+    Raises BundleError if the file has changed; CacheError if the store cannot be read or written.
     """
     if dry_run:
         return [_import_outcome(store, entry)[0] for entry in bundle.entries]

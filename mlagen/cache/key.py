@@ -13,24 +13,15 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class CacheKey:
-    """Key fields of a kernel, and the toolchain that compiles it.
+    """Key fields of a kernel: all that can change its cubin, except the toolchain beside them.
 
-    Attributes
-    ----------
-    key_fields : tuple[tuple[str, str], ...]
-        Labels and values, in order; everything that can change the cubin, except the compiler
-        itself.
-    toolchain : str
-        The compiler, ``nvrtc-13.5.37``, or ``nvrtc-13`` for any of that major version. It is the
-        end of the name of an entry and not part of the digest, so that a kernel can be cached for
-        several compilers.
-    digest : str
-        SHA-256 of the schema and the key fields, as 64 hex digits.
+    The toolchain is ``nvrtc-13.5.37``, or ``nvrtc-13`` for any of that major version. It ends the
+    name of an entry and is no part of the digest, so that a kernel is cached for several compilers.
     """
 
     key_fields: tuple[tuple[str, str], ...]
     toolchain: str
-    digest: str = field(init=False, repr=False, compare=False)
+    digest: str = field(init=False, repr=False, compare=False)  # of the key fields, in hex
 
     def __post_init__(self) -> None:
         labels = [label for label, _ in self.key_fields]

@@ -88,36 +88,20 @@ class KernelStore:
     """The kernel cache below ``root``, shared by all processes that use the same folder.
 
     Constructing a store does not touch the disk. Reading takes no lock and creates nothing; a
-    damaged entry is deleted. All methods are thread-safe and fork-safe.
-
-    Parameters
-    ----------
-    root : Path
-        The cache folder.
-    lock_dir : Path
-        A local folder for the locks that avoid duplicate compiles.
-    lock_timeout_s : float
-        Maximum wait for another process that compiles the same kernel.
-    layers : Sequence[Path]
-        Read-only cache folders that look-ups search after ``root``, in this order.
-    packaged : Callable[[], Sequence[Path]]
-        Finds the layers of installed packages, trusted like their code; called if all others miss.
-    is_shared : bool
-        Whether folders that other users can write are trusted.
-    max_bytes : int or None
-        Size limit of the entries below ``root``; None or 0 is no limit.
+    damaged entry is deleted. All methods are thread-safe and fork-safe. Look-ups search ``root``,
+    then the read-only ``layers``, then those that ``packaged`` finds.
     """
 
     def __init__(
         self,
         root: Path,
         *,
-        lock_dir: Path,
+        lock_dir: Path,  # on this machine, to avoid duplicate compiles
         lock_timeout_s: float,
         layers: Sequence[Path] = (),
-        packaged: Callable[[], Sequence[Path]] = tuple,
-        is_shared: bool = False,
-        max_bytes: int | None = None,
+        packaged: Callable[[], Sequence[Path]] = tuple,  # trusted like code; if all others miss
+        is_shared: bool = False,  # folders that other users can write are trusted
+        max_bytes: int | None = None,  # of the entries below ``root``
     ) -> None:
         self._folder = Folder(root, is_shared=is_shared)
         read_only = [Folder(layer, is_shared=is_shared) for layer in layers]
@@ -153,21 +137,8 @@ class KernelStore:
         """Return the entry for ``key``; of concurrent callers on this machine, one runs ``build``.
 
         The builder gets its own bytes, published or not. If the cache folder cannot be written, the
-        store warns once and keeps its builds in memory.
-
-        Parameters
-        ----------
-        key : CacheKey
-            The kernel to look up.
-        build : Callable[[], Build]
-            Compiles it; its exception reaches every waiting caller, and nothing is cached.
-        created_by : str
-            ``jit`` or ``prewarm``, for the manifest.
-
-        Returns
-        -------
-        CacheEntry
-            The verified entry; its ``path`` is None if it could not be published.
+        store warns once and keeps its builds in memory, as entries without a path. An exception of
+        ``build`` reaches every waiting caller, and nothing is cached.
         """
         found = self.look_up(key)
         return found.entry or self.build(
@@ -206,19 +177,9 @@ class KernelStore:
             self._folder.require_writable()
 
     def entries(self, *, layers: bool = False, prefix: str = "") -> Iterator[StoredEntry]:
-        """Yield every entry, including damaged ones, in the order of their keys.
+        """Yield every entry, damaged ones too, by key; with ``layers`` then those of the others.
 
-        Parameters
-        ----------
-        layers : bool
-            Whether to yield the entries of the read-only layers afterwards.
-        prefix : str
-            Prefix of their keys.
-
-        Raises
-        ------
-        CacheError
-            If a folder cannot be read, or other users can change it.
+        Raises CacheError if a folder cannot be read, or other users can change it.
         """
         yield from stored_entries(self._folder, prefix)
         for folder in self._layers.read_only() if layers else ():

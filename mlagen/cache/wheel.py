@@ -64,32 +64,11 @@ def export_wheel(
     version: str = __version__,
     on_progress: OnProgress | None = None,
 ) -> tuple[Path, BundleSummary]:
-    """Write a reproducible wheel with entries into a folder.
+    """Write a reproducible wheel with entries into a folder, and return its path and summary.
 
-    Parameters
-    ----------
-    stored : Sequence[StoredEntry]
-        Entries to ship; every file is verified when it is read.
-    folder : Path
-        Target folder, created if it is missing; name and version determine the file name.
-    name : str
-        The distribution, such as ``acme-kernels``; the package is ``acme_kernels``.
-    version : str
-        Its version; the wheel uses the normalized form.
-    on_progress : OnProgress, optional
-        Called with the bytes done and the total bytes.
-
-    Returns
-    -------
-    tuple[Path, BundleSummary]
-        Path and summary of the wheel.
-
-    Raises
-    ------
-    ArgumentError
-        If the name or the version is not valid for a wheel.
-    BundleError
-        If an entry is damaged, or the wheel cannot be written.
+    Every file is verified when it is read. ``name`` is the distribution, such as ``acme-kernels``,
+    whose package is ``acme_kernels``. Raises ArgumentError if name or version is not valid for a
+    wheel; BundleError if an entry is damaged, or the wheel cannot be written.
     """
     package, version = package_of(name), normalized(version)
     try:

@@ -93,17 +93,9 @@ def find_nvrtc() -> Nvrtc:
 def wanted_toolchain(policy: str) -> str:
     """Return the toolchain of cache keys: one compiler, or any of a major version.
 
-    Parameters
-    ----------
-    policy : str
-        ``exact`` is the installed NVRTC; ``compatible`` any of the CUDA major version of the
-        installed cuda-bindings; ``auto`` the first, or the second if no NVRTC is installed;
-        anything else is the name of a toolchain.
-
-    Raises
-    ------
-    ToolchainError
-        If a package that the policy needs is not installed.
+    The policy ``exact`` is the installed NVRTC; ``compatible`` any of the CUDA major version of the
+    installed cuda-bindings; ``auto`` the first, or the second if no NVRTC is installed; anything
+    else is the name of a toolchain. Raises ToolchainError if a package that it needs is missing.
     """
     if policy not in TOOLCHAIN_POLICIES:
         return policy

@@ -25,14 +25,8 @@ def registration(server: str, expected: str) -> Iterator[ExitStack]:
     """Turn any exception of a registration into one warning, since it would end the server.
 
     The body pushes to the stack what undoes each of its steps: after an exception nothing stays
-    registered. A server of an untested version is tried, with a warning.
-
-    Parameters
-    ----------
-    server : str
-        The name of the server's package, a key of :data:`TESTED`.
-    expected : str
-        What the body needs of the server, for the warning.
+    registered. ``expected`` is what it needs of the server, a key of :data:`TESTED`. A server of an
+    untested version is tried, with a warning.
     """
     undo, version = ExitStack(), version_of(server)
     try:

@@ -31,18 +31,9 @@ _SIZES = tuple(_PARTS)[2:]
 class PlannedOp:
     """The op of the runs of a wrapper.
 
-    Parameters
-    ----------
-    name
-        The name of the op.
-    launch
-        Computes a run from its plan, its workspace and its arguments.
-    settings_of
-        The settings of a plan's text, and of the arguments by name where it is empty.
-    outputs
-        The outputs of the arguments by name.
-    names
-        The caller's names of block tables, by field of the requests.
+    ``launch`` computes a run from its plan, its workspace and its arguments. ``settings_of`` has
+    the settings of a plan's text, and of the arguments by name where it is empty; ``outputs`` those
+    of the arguments by name. ``names`` are the caller's of block tables, by field of the requests.
     """
 
     def __init__(

@@ -19,19 +19,9 @@ _MODULES = dict(zip(LIBRARIES, (flashinfer, flashmla, fa3, hpc, triton), strict=
 def find_baselines(libraries: Iterable[str], folder: Path | None = None) -> list[Baseline]:
     """Return the baselines of the named libraries; FlashMLA is one for each wheel that has it.
 
-    Parameters
-    ----------
-    libraries : iterable of str
-        Names of :data:`~..suites.LIBRARIES`; if empty, all that are found.
-    folder : Path, optional
-        What ``pip install --target`` filled; it comes before the installed packages.
-
-    Raises
-    ------
-    ArgumentError
-        If ``folder`` is none.
-    UnsupportedError
-        If a named library is not found, or none is.
+    Without names of :data:`~..suites.LIBRARIES`, those of all that are found. ``folder`` is what
+    ``pip install --target`` filled; it comes before the installed packages. Raises ArgumentError if
+    it is none; UnsupportedError if a named library is not found, or none is.
     """
     wanted = list(dict.fromkeys(libraries))
     if folder is not None:

@@ -19,14 +19,9 @@ _ROW_BYTES = DType.FP8_DS_MLA.row_bytes(576)  # as FlashMLA reads it
 
 
 def backend_of(runner: Any, name: str) -> MlagenDSABackend:
-    """Return the backend of a model runner, and make SGLang's models treat it as ``dsa``.
+    """Return a runner's backend, with warm kernels, that SGLang's models treat as ``dsa``.
 
-    Its kernels are warmed up.
-
-    Raises
-    ------
-    ValueError
-        If no kernel serves the model, its cache or the options.
+    Raises ValueError if no kernel serves the model, its cache or the options.
     """
     check(runner, name, MlagenDSABackend)
     backend = MlagenDSABackend(runner)

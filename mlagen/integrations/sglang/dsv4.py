@@ -29,10 +29,7 @@ _KERNEL = "_flash_mla_with_kvcache"
 def backend_of(runner: Any, name: str) -> MlagenDSV4Backend:
     """Return the backend of a model runner, and warm up its kernels.
 
-    Raises
-    ------
-    ValueError
-        If no kernel serves the model, its cache or the options.
+    Raises ValueError if no kernel serves the model, its cache or the options.
     """
     check(runner, name, MlagenDSV4Backend)
     if prefill_name(runner) != name:

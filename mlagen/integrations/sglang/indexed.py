@@ -37,12 +37,8 @@ def serve(runner: Any, backend: Any) -> list[dict[str, Any]]:
     """Replace the decode of a model's sparse layers, if it has any.
 
     It returns what :func:`mlagen.integrations.warm_up.gqa_calls` takes for each kind of layers,
-    in the place of what it takes for dense ones. ``backend`` has the block tables of a step.
-
-    Raises
-    ------
-    ValueError
-        If the function of SGLang has other parameters.
+    in the place of what it takes for dense ones. ``backend`` has the block tables of a step. Raises
+    ValueError if the function of SGLang has other parameters.
     """
     config = runner.model_config.hf_config
     if is_qwen_qsa(config):

@@ -26,10 +26,7 @@ from mlagen.integrations.warm_up import gqa_calls, workspace
 def backend_of(runner: Any, name: str) -> MlagenMHABackend:
     """Return the backend of a model runner, and warm up its kernels.
 
-    Raises
-    ------
-    ValueError
-        If no kernel serves the model, its cache or the options.
+    Raises ValueError if no kernel serves the model, its cache or the options.
     """
     if runner.use_mla_backend:
         raise ValueError(f"{name}: expected a model without MLA")

@@ -25,15 +25,10 @@ from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 
 
 def backend_of(runner: Any, name: str) -> MlagenMLABackend:
-    """Return the backend of a model runner, and make SGLang's models treat it as ``trtllm_mla``.
+    """Return a runner's backend, with warm kernels, that SGLang's models treat as ``trtllm_mla``.
 
-    Its kernels are warmed up.
-
-    Raises
-    ------
-    ValueError
-        If the model has no MLA, no kernel serves it or the options, or prefill would take
-        TensorRT-LLM's kernels without Blackwell.
+    Raises ValueError if the model has no MLA, no kernel serves it or the options, or prefill would
+    take TensorRT-LLM's kernels without Blackwell.
     """
     if not runner.use_mla_backend:
         raise ValueError(f"{name}: expected an MLA model")

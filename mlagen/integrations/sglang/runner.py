@@ -38,10 +38,7 @@ _served: dict[str, tuple[str, type]] = {}
 def check(runner: Any, name: str, backend: type) -> None:
     """Require a model and options that the kernels of a backend serve.
 
-    Raises
-    ------
-    ValueError
-        If SGLang's class has other methods, or a layer would be computed wrong.
+    Raises ValueError if SGLang's class has other methods, or a layer would be computed wrong.
     """
     for method, expected, got in _changed_methods(backend):
         raise ValueError(f"{name}: expected SGLang's {method}{expected}, got {got}")

@@ -38,12 +38,8 @@ def attention(
     tokens, head_dim]``, a static cache whole, or of an absorbed MLA layer its latents and RoPE
     keys; ``attention_mask`` is that of :func:`mlagen.integrations.transformers.steps.decode_mask`,
     or one of ``sdpa``. Returns ``[batch, q_len, heads, head_dim]``, and no attention weights.
-
-    Raises
-    ------
-    UnsupportedError
-        If the layer has attention sinks, which sdpa would ignore in prompts, or a soft cap and a
-        position bias.
+    Raises UnsupportedError if the layer has attention sinks, which sdpa would ignore in prompts, or
+    a soft cap and a position bias.
     """
     if kwargs.get("s_aux") is not None:
         raise UnsupportedError("s_aux: expected None (no attention sinks), got a tensor")

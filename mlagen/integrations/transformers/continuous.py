@@ -45,13 +45,9 @@ def paged_attention(
     Block tables are filled for flash attention alone. Other implementations get the position of
     each token in the cache, which is a block table of pages of one token. ``query``, ``key`` and
     ``value`` are ``[1, heads, tokens, head_dim]``, the new tokens of all requests; the keywords
-    have the paged cache, and which tokens of it belong to which request.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is no paged cache, or that of another version, or the layer has a sliding window or
-        attention sinks.
+    have the paged cache, and which tokens of it belong to which request. Raises UnsupportedError if
+    there is no paged cache, or that of another version, or the layer has a sliding window or
+    attention sinks.
     """
     del attention_mask
     cache = kwargs.get("cache")

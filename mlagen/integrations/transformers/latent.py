@@ -27,10 +27,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 def mla_layers(model: Any) -> list[Any]:
     """Return the MLA layers of a model, all of which decode by absorbed weights.
 
-    Raises
-    ------
-    UnsupportedError
-        If there is none, or one that no kernel supports.
+    Raises UnsupportedError if there is none, or one that no kernel supports.
     """
     layers = [layer for layer in model.modules() if hasattr(layer, "expand_kv")]
     if not layers:

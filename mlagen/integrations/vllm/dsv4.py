@@ -86,13 +86,7 @@ def attention_of(flash_mla: Any) -> Any:
 
 
 def with_names(function: FunctionType, **names: Any) -> Callable[..., Any]:
-    """Return a function with other values of global names.
-
-    Raises
-    ------
-    LookupError
-        If the function has no such name.
-    """
+    """Return a function with other values of global names; LookupError if it has no such name."""
     for name in names:
         if name not in function.__code__.co_names:
             raise LookupError(f"{function.__qualname__}: expected a use of {name}")

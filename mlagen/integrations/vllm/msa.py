@@ -19,10 +19,7 @@ _logger = init_logger("vllm.mlagen")
 def impl_of(triton: Any) -> Any:
     """Return vLLM's Triton attention of sparse layers with mlagen's decode; prefill stays Triton's.
 
-    Raises
-    ------
-    LookupError
-        If its ``forward`` calls no ``minimax_m3_sparse_attn_decode``.
+    Raises LookupError if its ``forward`` calls no ``minimax_m3_sparse_attn_decode``.
     """
     function = vars(triton)["forward"]
     with_names(function, minimax_m3_sparse_attn_decode=None)

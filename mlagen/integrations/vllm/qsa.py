@@ -20,10 +20,7 @@ _logger = init_logger("vllm.mlagen")
 def attention_of(theirs: Any) -> Any:
     """Return vLLM's token-sparse layer with mlagen's decode; prefill stays Triton's.
 
-    Raises
-    ------
-    LookupError
-        If the layer is not made of the classes of its backend and its implementation.
+    Raises LookupError if the layer is not made of the classes of its backend and implementation.
     """
     function = vars(theirs)["__init__"]
     made_of = {
