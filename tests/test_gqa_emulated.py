@@ -458,7 +458,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Decode:
             if sm80_on is None:
                 call = gqa_launch.make_sm90_launcher(inputs, on_gpu, current_settings())
             else:
-                call = gqa_launch.make_sm80_launcher(inputs, on_gpu)
+                call = GQA.family.sm80_launcher(inputs, on_gpu)
             return GQA.launch(replace(call, problem=request), inputs)
 
         replace_launches(monkeypatch, gqa_plan, sm_count=sm_count, seed=seed)

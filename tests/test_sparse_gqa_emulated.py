@@ -55,7 +55,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Emulate:
             if is_sm90:
                 launcher = gqa_launch.make_sm90_launcher(args, on_gpu, current_settings())
             else:
-                launcher = gqa_launch.make_sm80_launcher(args, on_gpu)
+                launcher = GQA.family.sm80_launcher(args, on_gpu)
             return GQA.launch(replace(launcher, problem=problem), args)
 
         replace_launches(monkeypatch, gqa_plan, sm_count=sm_count, seed=sm_count)

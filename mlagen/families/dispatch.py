@@ -26,7 +26,7 @@ MLA = Dispatcher(
         shape_of=mla_plan.shape_of,
         kernel_of=attrgetter("mla_kernel"),
         sm90_launcher=mla_launch.make_sm90_launcher,
-        sm80_launcher=mla_launch.make_sm80_launcher,
+        launcher_of=mla_launch.launcher_of,
         compute=decode_mla,
     )
 )
@@ -38,7 +38,7 @@ GQA = Dispatcher(
         shape_of=gqa_plan.shape_of,
         kernel_of=attrgetter("gqa_kernel"),
         sm90_launcher=gqa_launch.make_sm90_launcher,
-        sm80_launcher=gqa_launch.make_sm80_launcher,
+        launcher_of=gqa_launch.launcher_of,
         compute=decode_gqa,
     )
 )

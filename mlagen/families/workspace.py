@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -23,23 +23,18 @@ from mlagen.families.common.arguments import (
 )
 from mlagen.families.common.dispatch import Family
 from mlagen.families.common.launchers import rounded_up
-from mlagen.families.common.plan_sm80 import max_sm80_bytes_per_sm
+from mlagen.families.common.plan_sm80 import max_sm80_bytes_per_sm, plan_sm80_call
 from mlagen.families.common.problem import LaunchPlan, ProblemShape
 from mlagen.families.gqa import launch as gqa_launch
 from mlagen.families.gqa.args import window_of
 from mlagen.families.gqa.plan import (
     attended_tokens,
     gqa_sm90_bytes_per_cta,
-    plan_gqa_sm80_call,
     plan_gqa_sm90_call,
 )
 from mlagen.families.gqa.problem import QUANTIZED, WITH_TOKEN_SCALES
 from mlagen.families.mla.launch import not_covered
-from mlagen.families.mla.plan import (
-    mla_sm90_bytes_per_cta,
-    plan_mla_sm80_call,
-    plan_mla_sm90_call,
-)
+from mlagen.families.mla.plan import mla_sm90_bytes_per_cta, plan_mla_sm90_call
 from mlagen.families.mla.problem import KV_DTYPES
 from mlagen.families.mla.two_pools import kv_format_of
 from mlagen.runtime.device import arch_of_device, device_facts
@@ -270,39 +265,32 @@ def _max_bytes_per_sm(arch: Arch) -> int:
 def _mla_plans(index: int, variant: MlaVariant, shape: ProblemShape) -> Iterator[LaunchPlan]:
     """Yield the possible plans of a call, for the kernels that the settings allow."""
     settings, call = current_settings(), (index, variant, shape)
-    return _plans(
-        settings.mla_kernel,
-        lambda: plan_mla_sm90_call(*call, p_dtype_choice=settings.mla_p_dtype),
-        lambda: plan_mla_sm80_call(*call),
-        has_one=variant.batch_invariant,
-    )
+    kernel, p_dtype = settings.mla_kernel, settings.mla_p_dtype
+    sm90 = None if kernel == "sm80" else plan_mla_sm90_call(*call, p_dtype_choice=p_dtype)
+    return _plans(kernel, sm90, call, has_one=variant.batch_invariant)
 
 
 def _gqa_plans(index: int, variant: GqaVariant, shape: ProblemShape) -> Iterator[LaunchPlan]:
     """Yield the same for a call of grouped-query attention."""
-    call = (index, variant, shape)
-    return _plans(
-        current_settings().gqa_kernel,
-        lambda: plan_gqa_sm90_call(*call),
-        lambda: plan_gqa_sm80_call(*call),
-        # Only sm80 covers scales of tokens between the rows.
-        has_one=variant.batch_invariant and not variant.has_token_scales,
-    )
+    kernel, call = current_settings().gqa_kernel, (index, variant, shape)
+    sm90 = None if kernel == "sm80" else plan_gqa_sm90_call(*call)
+    # Only sm80 covers scales of tokens between the rows.
+    has_one = variant.batch_invariant and not variant.has_token_scales
+    return _plans(kernel, sm90, call, has_one=has_one)
 
 
 def _plans(
     kernel: str,
-    sm90: Callable[[], tuple[Any, LaunchPlan] | None],
-    sm80: Callable[[], tuple[Any, LaunchPlan]],
+    sm90: tuple[Any, LaunchPlan] | None,
+    call: tuple[int, MlaVariant | GqaVariant, ProblemShape],
     *,
     has_one: bool,
 ) -> Iterator[LaunchPlan]:
     """Yield both plans; with ``has_one`` no batch changes the kernel, which is sm90 if any."""
-    planned = None if kernel == "sm80" else sm90()
-    if planned is not None:
-        yield planned[1]
-    if kernel != "sm90" and not (planned is not None and has_one):
-        yield sm80()[1]
+    if sm90 is not None:
+        yield sm90[1]
+    if kernel != "sm90" and not (sm90 is not None and has_one):
+        yield plan_sm80_call(*call)[1]
 
 
 def _named(dtype: torch.dtype, argument: str, known: dict[torch.dtype, DType]) -> DType:

@@ -23,7 +23,7 @@ import pytest
 from mlagen.artifacts import Source
 from mlagen.codegen.render import render
 from mlagen.codegen.sources import template_root
-from mlagen.families.common import launchers
+from mlagen.families.common import launchers, plan_sm80
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.tensor_map import TiledTensor
@@ -79,7 +79,8 @@ def replace_launches(patch: pytest.MonkeyPatch, plan: Any, *, sm_count: int, see
     def emulate(kernel: LoadedKernel, blocks: int, _: bool, values: tuple[Any, ...]) -> None:
         launch(kernel.spec, kernel.packing.struct.pack(*values), blocks, seed)
 
-    patch.setattr(plan, "device_facts", lambda _: facts)
+    for module in (plan, plan_sm80):
+        patch.setattr(module, "device_facts", lambda _: facts)
     patch.setattr(launchers, "launch", emulate)
 
 

@@ -32,7 +32,7 @@ def computed(args: MlaArgs, kernel: str) -> Results:
     problem = check_problem(args)
     on_gpu = replace(problem, device=torch.device("cuda", 0))
     if kernel == "sm80":
-        launcher = mla_launch.make_sm80_launcher(args, on_gpu)
+        launcher = MLA.family.sm80_launcher(args, on_gpu)
     else:
         settings = replace(current_settings(), mla_kernel=kernel)
         launcher = mla_launch.make_sm90_launcher(args, on_gpu, settings)

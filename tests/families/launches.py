@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mlagen.families import workspace
+from mlagen.families.common import dispatch, plan_sm80
 from mlagen.families.common import launchers as calls
 from mlagen.families.dispatch import GQA, MLA
 from mlagen.families.gqa import launch as gqa_launch
@@ -92,10 +93,11 @@ class Launched(NamedTuple):
         return [launch.family for launch in self.launches]
 
 
-# The launcher module, the planning module and the planning functions of each family.
+# The modules that take a plan, and that make it, with the planning function.
 PATHS = (
-    (mla_launch, mla_plan, ("plan_mla_sm80_call", "plan_mla_sm90_call")),
-    (gqa_launch, gqa_plan, ("plan_gqa_sm80_call", "plan_gqa_sm90_call")),
+    (dispatch, plan_sm80, "plan_sm80_call"),
+    (mla_launch, mla_plan, "plan_mla_sm90_call"),
+    (gqa_launch, gqa_plan, "plan_gqa_sm90_call"),
 )
 
 
@@ -116,12 +118,12 @@ def record_launches(monkeypatch: Patch, *, arch: Arch = H200) -> Launches:
     def loaded(spec: KernelSpec, _: int) -> LoadedKernel:
         return LoadedKernel(spec, 0, ParameterPacking(spec), None, None)
 
-    for calling, planning, planners in PATHS:
-        for planner in planners:
-            monkeypatch.setattr(calling, planner, getattr(planning, planner).__wrapped__)
+    for calling, planning, planner in PATHS:
+        monkeypatch.setattr(calling, planner, getattr(planning, planner).__wrapped__)
         monkeypatch.setattr(planning, "arch_of_device", lambda _: arch)
         monkeypatch.setattr(planning, "device_facts", lambda _: H200_FACTS)
-        monkeypatch.setattr(calling, "arch_of_device", lambda _: arch)
+    for module in (mla_launch, gqa_launch):
+        monkeypatch.setattr(module, "arch_of_device", lambda _: arch)
     monkeypatch.setattr(calls, "kernel_for", loaded)
     monkeypatch.setattr(calls, "launch", record)
     monkeypatch.setattr(calls, "semaphores_of", lambda _, workspace: workspace + SEMAPHORES)
@@ -145,8 +147,8 @@ def map_of(tensor: TiledTensor, address: int) -> bytes:
 
 def simulate_h200(monkeypatch: Patch) -> Iterator[None]:
     """Plan for an H200 as GPU 0, until the iterator goes on."""
-    plans = [getattr(planning, name) for _, planning, names in PATHS for name in names]
-    for module in (mla_plan, gqa_plan, workspace):
+    plans = [getattr(planning, name) for _, planning, name in PATHS]
+    for module in (plan_sm80, mla_plan, gqa_plan, workspace):
         monkeypatch.setattr(module, "arch_of_device", lambda _: H200)
         monkeypatch.setattr(module, "device_facts", lambda _: H200_FACTS)
     for plan in plans:

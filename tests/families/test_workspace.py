@@ -13,7 +13,7 @@ import torch
 import mlagen
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families import workspace
-from mlagen.families.common.plan_sm80 import plan_mla_sm80
+from mlagen.families.common import plan_sm80
 from mlagen.families.gqa import plan as gqa_select
 from mlagen.families.mla import launch as mla_launch
 from mlagen.families.mla import plan as mla_plan
@@ -56,7 +56,7 @@ MAX_CALLS: dict[str, dict[str, Any]] = {
 def test_no_call_needs_more_than_the_maximum(call: dict[str, Any], monkeypatch: Patch) -> None:
     """The bound holds for all batch sizes, heads, lengths and GPUs, of every kernel."""
     gpus = [replace(H200_FACTS, sm_count=sm_count) for sm_count in SM_COUNTS]
-    for module in (mla_plan, gqa_select, workspace):
+    for module in (plan_sm80, mla_plan, gqa_select, workspace):
         monkeypatch.setattr(module, "device_facts", gpus.__getitem__)
 
     shares = [
@@ -84,7 +84,9 @@ def test_no_mask_needs_more_than_the_maximum(arch: Arch) -> None:
     ]
     for (batch, q_len, heads, max_kv_len), spec in product(shapes, dict.fromkeys(specs)):
         problem = mla_shape(batch, heads, max_kv_len, q_len, None if q_len else batch)
-        needed |= {plan_mla_sm80(spec, problem, sms).workspace_bytes / sms for sms in SM_COUNTS}
+        needed |= {
+            plan_sm80.plan_sm80(spec, problem, sms).workspace_bytes / sms for sms in SM_COUNTS
+        }
 
     assert 0 < max(needed) <= _max_bytes_per_sm(arch)
 
@@ -241,7 +243,8 @@ def test_unsupported_calls_are_rejected(
 def test_the_size_is_of_the_given_gpu(device: Any, other: Any, monkeypatch: Patch) -> None:
     """A GPU may be given in all of torch's ways; one with fewer SMs has fewer partial results."""
     facts = [H200_FACTS, replace(H200_FACTS, index=1, sm_count=16)]
-    monkeypatch.setattr(mla_plan, "device_facts", facts.__getitem__)
+    for module in (plan_sm80, mla_plan):
+        monkeypatch.setattr(module, "device_facts", facts.__getitem__)
 
     whole = mlagen.workspace_bytes(**SIZES)
 
@@ -254,7 +257,7 @@ def test_cuda_is_the_current_gpu_of_torch(monkeypatch: Patch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     facts = [H200_FACTS, replace(H200_FACTS, index=1, sm_count=16)]
-    for module in (mla_plan, workspace):
+    for module in (plan_sm80, mla_plan, workspace):
         monkeypatch.setattr(module, "device_facts", facts.__getitem__)
 
     for size in (partial(mlagen.workspace_bytes, **SIZES), mlagen.max_workspace_bytes):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import mlagen
-from mlagen.families.gqa import plan as gqa_plan
+from mlagen.families.common import plan_sm80
 from mlagen.families.mla import plan as mla_plan
 from mlagen.models.config import GqaModel, MlaModel, find_model
 from mlagen.models.kernels import ServingOptions, model_specs
@@ -129,7 +129,7 @@ def test_load_loads_each_kernel_on_each_gpu_of_its_target(
 
 
 TPS, Q_LENS, KV_DTYPES = (1, 2, 4, 8), (1, 2, 4), (DType.BF16, DType.E4M3)
-PLANS = (mla_plan.plan_mla_sm80_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_sm80_call)
+PLANS = (plan_sm80.plan_sm80_call, mla_plan.plan_mla_sm90_call)
 
 
 @pytest.fixture(params=ARCHS, ids=str)
@@ -138,7 +138,7 @@ def arch(request: pytest.FixtureRequest, monkeypatch: Patch) -> Iterator[Arch]:
     of_gpu: Arch = request.param
     major, minor = divmod(of_gpu.number, 10)
     facts = gpu(0, major, minor)
-    for module in (mla_plan, gqa_plan):
+    for module in (plan_sm80, mla_plan):
         monkeypatch.setattr(module, "arch_of_device", lambda _: of_gpu)
         monkeypatch.setattr(module, "device_facts", lambda _: facts)
     for plan in PLANS:
@@ -186,7 +186,7 @@ def _mla_calls(model: MlaModel) -> Iterator[object]:
             continue
         paged = mla_shape(4, model.heads // tp, 100_000, q_len)
         shape = paged.per_token() if lookup == "sparse" else paged
-        yield mla_plan.plan_mla_sm80_call(0, variant, shape)[0]
+        yield plan_sm80.plan_sm80_call(0, variant, shape)[0]
         for p_dtype_choice in P_DTYPES:
             sm90 = mla_plan.plan_mla_sm90_call(0, variant, shape, p_dtype_choice=p_dtype_choice)
             if sm90 is not None:
@@ -201,4 +201,4 @@ def _gqa_calls(model: GqaModel) -> Iterator[object]:
         variant = GqaVariant(**dtypes, kv_dtype=kv, head_dim=layer.head_dim, page_size=page_size)
         shape = mla_shape(4, layer.heads // tp, 100_000, q_len)
         shape = replace(shape, kv_heads=max(1, layer.kv_heads // tp))
-        yield gqa_plan.plan_gqa_sm80_call(0, variant, shape)[0]
+        yield plan_sm80.plan_sm80_call(0, variant, shape)[0]

@@ -24,8 +24,10 @@ from mlagen.families.common.launchers import (
     NotCoveredError,
     OutputSpec,
     Tensors,
+    named,
     new_outputs,
     output_specs,
+    plan_within,
     require_gpu,
     rounded_up,
     store_bounded,
@@ -33,6 +35,7 @@ from mlagen.families.common.launchers import (
 )
 from mlagen.families.common.memory import check_memory
 from mlagen.families.common.no_backward import record_output, record_write, tensors_of, wants_grad
+from mlagen.families.common.plan_sm80 import plan_sm80_call
 from mlagen.families.common.problem import ProblemShape
 from mlagen.families.common.tensor_guard import Guard, is_nested, make_guard
 from mlagen.runtime import partition
@@ -76,7 +79,7 @@ class Family:
     kernel_of: Callable[[Settings], str]  # that the settings force, or ``auto``
     # Of an sm90 kernel; UnsupportedError where none serves the call.
     sm90_launcher: Callable[[Any, Any, Settings, int], Launcher]
-    sm80_launcher: Callable[[Any, Any, int], Launcher]
+    launcher_of: Callable[..., Launcher]  # of a kernel and its plan
     compute: Callable[[Any, Any], Tensors]  # all outputs, in any shape, of a call on the CPU
 
     def validate(self, args: Any) -> tuple[Any, Any]:
@@ -84,6 +87,14 @@ class Family:
         args = self.canonical_numbers(args)
         check_memory(args)
         return args, self.check_problem(args)
+
+    def sm80_launcher(self, args: Any, problem: Any, sms: int = WHOLE_GPU) -> Launcher:
+        """Return the launcher of the sm80 kernel for calls like ``args`` on ``sms`` SMs."""
+        call = (problem.device.index, problem.variant, self.shape_of(args, problem))
+        spec, plan = plan_within(
+            args.workspace_buffer, sms, lambda sms: plan_sm80_call(*call, sms=sms)
+        )
+        return self.launcher_of(args, problem, plan, spec, named(plan, "m_tiles num_splits"))
 
 
 class _Guarded(NamedTuple):

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mlagen.families.common.problem import LaunchPlan, ProblemShape
-from mlagen.spec.gqa.sm80 import GqaSm80Spec, GqaTile
-from mlagen.spec.mla.sm80 import MlaSm80Spec, MlaTile
+from mlagen.runtime.device import arch_of_device, device_facts
+from mlagen.runtime.partition import WHOLE_GPU
+from mlagen.spec.gqa.sm80 import GqaSm80Spec, GqaTile, gqa_sm80_spec
+from mlagen.spec.gqa.variant import GqaVariant
+from mlagen.spec.mla.sm80 import MlaSm80Spec, MlaTile, mla_sm80_spec
+from mlagen.spec.mla.variant import MlaVariant
 
 # Cost model, in the time of a KV block whose CTA has an SM of its own. Fitted to sweeps of
 # num_splits on an H200 (docs/explanation/performance.md); the SM count enters by the waves alone.
@@ -29,15 +34,18 @@ class Sm80Plan(LaunchPlan):
     m_tiles: int  # per sequence (and KV head); of all sequences if ragged
 
 
-def plan_mla_sm80(spec: MlaSm80Spec, shape: ProblemShape, sm_count: int) -> Sm80Plan:
-    """Return the plan with the lowest modeled time, from shapes; it does not read lengths."""
-    return _plan(spec, shape, spec.tile.block_n, sm_count)
-
-
-def plan_gqa_sm80(spec: GqaSm80Spec, shape: ProblemShape, sm_count: int) -> Sm80Plan:
-    """Return the plan with the lowest modeled time, from shapes; it does not read lengths."""
-    block_n = max(spec.block_n, spec.variant.sparse_block)  # splits begin at blocks of an index
-    return _plan(spec, shape, block_n, sm_count, spec.slices)
+@lru_cache(maxsize=4096)
+def plan_sm80_call(
+    device: int, variant: MlaVariant | GqaVariant, shape: ProblemShape, *, sms: int = WHOLE_GPU
+) -> tuple[MlaSm80Spec | GqaSm80Spec, Sm80Plan]:
+    """Return the sm80 kernel and its plan for a call on GPU ``device``, on ``sms`` SMs of it."""
+    arch, rows = arch_of_device(device), shape.rows
+    spec: MlaSm80Spec | GqaSm80Spec
+    if isinstance(variant, MlaVariant):
+        spec = mla_sm80_spec(arch, variant, rows)
+    else:
+        spec = gqa_sm80_spec(arch, variant, rows)
+    return spec, plan_sm80(spec, shape, sms or device_facts(device).sm_count)
 
 
 def max_sm80_bytes_per_sm(tiles: Iterable[MlaTile | GqaTile], dims: int) -> int:
@@ -49,15 +57,15 @@ def max_sm80_bytes_per_sm(tiles: Iterable[MlaTile | GqaTile], dims: int) -> int:
     return _MAX_SPLIT_WAVES * rows * _partial_row_bytes(dims)
 
 
-def _plan(
-    spec: MlaSm80Spec | GqaSm80Spec,
-    shape: ProblemShape,
-    block_n: int,
-    sm_count: int,
-    slices: int = 1,
-) -> Sm80Plan:
+def plan_sm80(spec: MlaSm80Spec | GqaSm80Spec, shape: ProblemShape, sm_count: int) -> Sm80Plan:
+    """Return the plan with the lowest modeled time, from shapes; it does not read lengths."""
     tile: MlaTile | GqaTile = spec.tile
-    head_dim = spec.head_dim_vo
+    head_dim, slices = spec.head_dim_vo, 1
+    if isinstance(spec, GqaSm80Spec):
+        slices = spec.slices
+        block_n = max(spec.block_n, spec.variant.sparse_block)  # splits begin at blocks of an index
+    else:
+        block_n = spec.tile.block_n
     if shape.q_len:
         m_tiles = -(-shape.q_len * shape.group_size // tile.block_m)
         num_ctas = shape.batch * m_tiles

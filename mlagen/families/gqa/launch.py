@@ -26,7 +26,6 @@ from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.plan import (
     GqaSm90Plan,
     fits_in_int32,
-    plan_gqa_sm80_call,
     plan_gqa_sm90_call,
     shape_of,
 )
@@ -81,10 +80,9 @@ _SOURCES = joined(
 _OF_PROBLEM = " ".join(
     parameter.name
     for parameter in PROBLEM_PARAMETERS
-    if parameter.name not in {"num_seqs", "q_len", "block_tables_stride"}  # see _make_launcher
+    if parameter.name not in {"num_seqs", "q_len", "block_tables_stride"}  # see launcher_of
 )
 _OF_VARIANT = "soft_cap cp_world cp_rank num_indices has_index_counts"
-_SM80 = "m_tiles num_splits"
 _SM90 = "m_tiles num_tiles num_cta_groups cta_group_size takes_whole_tiles"
 
 
@@ -107,15 +105,6 @@ class GqaLauncher(Launcher):
             check_pointers(args, self.cache_alignment)
         if self.maps is not None:
             values["maps"] = self.maps(key, value)
-
-
-def make_sm80_launcher(args: GqaArgs, problem: GqaProblem, sms: int = WHOLE_GPU) -> GqaLauncher:
-    """Return the launcher of the sm80 kernel for calls like ``args`` on ``sms`` SMs."""
-    index, variant, shape = problem.device.index, problem.variant, shape_of(args, problem)
-    spec, plan = plan_within(
-        args.workspace_buffer, sms, lambda sms: plan_gqa_sm80_call(index, variant, shape, sms=sms)
-    )
-    return _make_launcher(args, problem, plan, spec, named(plan, _SM80))
 
 
 def make_sm90_launcher(
@@ -150,7 +139,7 @@ def make_sm90_launcher(
         )
     _require_aligned_rows(args)
     maps = _maps_of_cache(args, problem, spec)
-    return _make_launcher(args, problem, plan, spec, named(plan, _SM90), maps=maps)
+    return launcher_of(args, problem, plan, spec, named(plan, _SM90), maps)
 
 
 def _maps_of_cache(args: GqaArgs, problem: GqaProblem, spec: GqaSm90Spec) -> GqaCacheMaps | None:
@@ -179,7 +168,7 @@ def _maps_of_cache(args: GqaArgs, problem: GqaProblem, spec: GqaSm90Spec) -> Gqa
     return maps
 
 
-def _make_launcher(
+def launcher_of(
     args: GqaArgs,
     problem: GqaProblem,
     plan: LaunchPlan,
@@ -187,6 +176,7 @@ def _make_launcher(
     planned: Sources,
     maps: GqaCacheMaps | None = None,
 ) -> GqaLauncher:
+    """Return the launcher of a kernel and its plan, which ``planned`` has by kernel parameter."""
     is_e4m3 = problem.variant.out_dtype is DType.E4M3
     value_tables: Source = 0
     if problem.variant.separate_page_ids:

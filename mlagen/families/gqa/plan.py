@@ -8,14 +8,12 @@ from fractions import Fraction
 from functools import lru_cache
 
 from mlagen.families.common.launchers import rounded_up
-from mlagen.families.common.plan_sm80 import Sm80Plan, plan_gqa_sm80
 from mlagen.families.common.problem import LaunchPlan, ProblemShape, tile_q_len_of
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import GqaProblem
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.sm80 import GqaSm80Spec, gqa_sm80_spec
 from mlagen.spec.gqa.sm90 import GqaSm90Spec, gqa_sm90_spec
 from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.values import INT32_MAX
@@ -215,18 +213,6 @@ def attended_tokens(max_seq_len: int, window: int, max_q_len: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def plan_gqa_sm80_call(
-    device: int, variant: GqaVariant, shape: ProblemShape, *, sms: int = WHOLE_GPU
-) -> tuple[GqaSm80Spec, Sm80Plan]:
-    """Return the sm80 kernel and its plan for a call on GPU ``device``.
-
-    ``sms`` is the number of SMs of the context.
-    """
-    spec = gqa_sm80_spec(arch_of_device(device), variant, shape.rows)
-    return spec, plan_gqa_sm80(spec, shape, sms or device_facts(device).sm_count)
-
-
-@lru_cache(maxsize=4096)
 def plan_gqa_sm90_call(
     device: int,
     variant: GqaVariant,
@@ -237,8 +223,8 @@ def plan_gqa_sm90_call(
 ) -> tuple[GqaSm90Spec, GqaSm90Plan] | None:
     """Return the sm90 kernel and its plan for a call on GPU ``device``; None if unsupported.
 
-    The plan chooses the KV heads of a CTA, or takes one if ``has_one_head``; ``sms`` is as for
-    :func:`plan_gqa_sm80_call`.
+    The plan chooses the KV heads of a CTA, or takes one if ``has_one_head``; ``sms`` is the
+    number of SMs of the context.
     """
     spec = gqa_sm90_spec(arch_of_device(device), variant, shape.rows)
     if spec is None:

@@ -20,14 +20,12 @@ from mlagen.families.common.launchers import (
     joined,
     make_launcher,
     named,
-    plan_within,
 )
 from mlagen.families.common.problem import LaunchPlan
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.plan import (
     fits_in_int32,
     plan_for_workspace,
-    plan_mla_sm80_call,
     plan_mla_sm90_call,
     schedule_id_of,
     shape_of,
@@ -101,15 +99,6 @@ class MlaLauncher(Launcher):
                 values[self.decode.spec.symbol] = self.separate_constants
 
 
-def make_sm80_launcher(args: MlaArgs, problem: MlaProblem, sms: int = WHOLE_GPU) -> MlaLauncher:
-    """Return the launcher of the sm80 kernel for calls like ``args`` on ``sms`` SMs."""
-    index, variant, shape = problem.device.index, problem.variant, shape_of(args, problem)
-    spec, plan = plan_within(
-        args.workspace_buffer, sms, lambda sms: plan_mla_sm80_call(index, variant, shape, sms=sms)
-    )
-    return _make_launcher(args, problem, plan, spec, named(plan, "m_tiles num_splits"))
-
-
 def make_sm90_launcher(
     args: MlaArgs, problem: MlaProblem, settings: Settings, sms: int = WHOLE_GPU
 ) -> MlaLauncher:
@@ -154,10 +143,10 @@ def make_sm90_launcher(
         raise UnsupportedError(f"{name}: too small for the plan for {sms} SMs")
     facts = named(plan, "num_cta_groups cta_group_size num_slots")
     facts |= {**spec.split_facts, "schedule_id": schedule_id_of(args, problem, spec)}
-    return _make_launcher(args, problem, plan, spec, facts, maps)
+    return launcher_of(args, problem, plan, spec, facts, maps)
 
 
-def _make_launcher(
+def launcher_of(
     args: MlaArgs,
     problem: MlaProblem,
     plan: LaunchPlan,
@@ -165,6 +154,7 @@ def _make_launcher(
     planned: Sources,
     maps: CacheMaps | None = None,
 ) -> MlaLauncher:
+    """Return the launcher of a kernel and its plan, which ``planned`` has by kernel parameter."""
     # To an sm90 kernel every query token of a sparse call is a sequence, with its top-k indices as
     # its table.
     is_per_token = isinstance(spec, MlaSm90Spec) and problem.top_k > 0

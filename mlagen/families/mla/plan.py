@@ -7,14 +7,12 @@ from fractions import Fraction
 from functools import lru_cache
 
 from mlagen.families.common.launchers import rounded_up
-from mlagen.families.common.plan_sm80 import Sm80Plan, plan_mla_sm80
 from mlagen.families.common.problem import LaunchPlan, ProblemShape, tile_q_len_of
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.problem import MlaProblem
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.runtime.semaphores import new_schedule_id
-from mlagen.spec.mla.sm80 import MlaSm80Spec, mla_sm80_spec
 from mlagen.spec.mla.sm90 import MlaSm90Spec, mla_sm90_kernel
 from mlagen.spec.mla.variant import MlaVariant
 from mlagen.values import INT32_MAX
@@ -197,18 +195,6 @@ def shape_of(args: MlaArgs, problem: MlaProblem) -> ProblemShape:
 
 
 @lru_cache(maxsize=4096)
-def plan_mla_sm80_call(
-    device: int, variant: MlaVariant, shape: ProblemShape, *, sms: int = WHOLE_GPU
-) -> tuple[MlaSm80Spec, Sm80Plan]:
-    """Return the sm80 kernel and its plan for a call on GPU ``device``.
-
-    ``sms`` is the number of SMs of the context.
-    """
-    spec = mla_sm80_spec(arch_of_device(device), variant, shape.rows)
-    return spec, plan_mla_sm80(spec, shape, sms or device_facts(device).sm_count)
-
-
-@lru_cache(maxsize=4096)
 def plan_mla_sm90_call(
     device: int,
     variant: MlaVariant,
@@ -219,8 +205,8 @@ def plan_mla_sm90_call(
 ) -> tuple[MlaSm90Spec, MlaSm90Plan] | None:
     """Return the sm90 kernel and its plan for a call on GPU ``device``; None if unsupported.
 
-    ``p_dtype_choice`` is the dtype of P that the settings request; ``sms`` is as for
-    :func:`plan_mla_sm80_call`.
+    ``p_dtype_choice`` is the dtype of P that the settings request, and ``sms`` the number of SMs of
+    the context.
     """
     spec = mla_sm90_kernel(arch_of_device(device), variant, shape.rows, p_dtype_choice)
     if spec is None:

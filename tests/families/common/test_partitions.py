@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mlagen.families.common import launchers
+from mlagen.families.common import dispatch, launchers
 from mlagen.families.gqa import launch as gqa_launch
 from mlagen.families.mla import launch as mla_launch
 from mlagen.runtime import partition
@@ -205,14 +205,14 @@ def test_a_workspace_for_the_whole_gpu_is_sufficient(
     assert grid(entry_point, arguments)[1] <= 16
 
     launch = mla_launch if row == MLA else gqa_launch
-    for planner in (f"plan_{family}_sm80_call", f"plan_{family}_sm90_call"):
-        plan_on = getattr(launch, planner)
+    for module, planner in ((dispatch, "plan_sm80_call"), (launch, f"plan_{family}_sm90_call")):
+        plan_on = getattr(module, planner)
 
         def plan(*given: Any, sms: int = 0, plan_on: Any = plan_on, **others: Any) -> Any:
             spec, planned = plan_on(*given, sms=sms, **others)
             return spec, replace(planned, workspace_bytes=1 << 40) if sms else planned
 
-        monkeypatch.setattr(launch, planner, plan)
+        monkeypatch.setattr(module, planner, plan)
 
     if row == MLA:  # CTAs of the sm90 kernel would wait for those that have no SM
         whole["auto"] = whole["sm80"]

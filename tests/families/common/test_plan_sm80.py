@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlagen.families.common.plan_sm80 import Sm80Plan, plan_gqa_sm80, plan_mla_sm80
+from mlagen.families.common.plan_sm80 import Sm80Plan, plan_sm80, plan_sm80_call
 from mlagen.families.common.problem import ProblemShape
 from mlagen.families.gqa import plan as gqa_select
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.sm80 import GqaSm80Spec
 from mlagen.spec.gqa.variant import GqaVariant
 from tests.families.shapes import SMS, gqa_shape, mla_shape
 from tests.kernels import SM_COUNTS, gqa_sm80, mla_sm80
@@ -20,7 +20,7 @@ from tests.kernels import SM_COUNTS, gqa_sm80, mla_sm80
 
 def plan(shape: ProblemShape, sm_count: int = SMS) -> Sm80Plan:
     """Return the plan of a bf16 problem of DeepSeek-V3's dimensions."""
-    return plan_mla_sm80(mla_sm80(rows=shape.heads * shape.q_len), shape, sm_count)
+    return plan_sm80(mla_sm80(rows=shape.heads * shape.q_len), shape, sm_count)
 
 
 def tiles_of_split(split: int, tiles: int, splits: int) -> range:
@@ -113,7 +113,7 @@ def test_ragged_sequences_have_a_tile_for_each_row(q_lens: list[int], heads: int
     rows = mla_sm80(rows=64).tile.block_m
     first = [sum(q_lens[:seq]) * heads // rows + seq for seq in range(len(q_lens) + 1)]
 
-    planned = plan_mla_sm80(mla_sm80(rows=64), shape, SMS)
+    planned = plan_sm80(mla_sm80(rows=64), shape, SMS)
 
     assert planned.m_tiles == first[-1]
     assert planned.num_ctas == first[-1] * planned.num_splits
@@ -131,7 +131,7 @@ def test_the_gqa_grid_covers_rows_kv_heads_and_slices(
     spec = gqa_sm80(rows=group * 3, head_dim=head_dim)
     shape = gqa_shape(5, 9000, kv_heads, group, 3, tokens)
 
-    planned = plan_gqa_sm80(spec, shape, SMS)
+    planned = plan_sm80(spec, shape, SMS)
 
     of_batch = 5 * -(-group * 3 // spec.tile.block_m)
     tiles = of_batch if tokens is None else 5 + tokens * group // spec.tile.block_m
@@ -148,9 +148,9 @@ def test_a_gqa_call_is_planned_for_its_rows_and_window() -> None:
     """Its tile holds the rows of a KV head; a window of 64 tokens has the splits of 64 tokens."""
     variant = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16, out_dtype=DType.BF16)
 
-    def plan_of(max_kv_len: int, window: int = 0, q_len: int = 1) -> tuple[GqaSm80Spec, Sm80Plan]:
+    def plan_of(max_kv_len: int, window: int = 0, q_len: int = 1) -> tuple[Any, Sm80Plan]:
         attended = gqa_select.attended_tokens(max_kv_len, window, q_len)
-        return gqa_select.plan_gqa_sm80_call(0, variant, gqa_shape(4, attended, 2, 4, q_len))
+        return plan_sm80_call(0, variant, gqa_shape(4, attended, 2, 4, q_len))
 
     assert [plan_of(1000, q_len=q_len)[0].tile.block_m for q_len in (4, 5)] == [16, 32]
     assert plan_of(100_000, window=64) == plan_of(65)
@@ -172,10 +172,10 @@ def test_fixed_splits_follow_the_length_alone(
     shape = mla_shape(batch, rows, max_kv_len)
     shape = replace(shape, is_windowed=is_windowed)
     for sm_count in SM_COUNTS:
-        planned = plan_mla_sm80(spec, shape, sm_count)
+        planned = plan_sm80(spec, shape, sm_count)
         assert planned.num_splits == splits
         partials = splits * shape.total_rows * (512 + 1) * 4
         assert planned.row_splits_offset == (partials if splits > 1 else 0)
         assert planned.workspace_bytes == (partials + shape.total_rows * 4) * (splits > 1)
-    longest = plan_mla_sm80(spec, replace(shape, max_kv_len=1 << 24), SMS)
+    longest = plan_sm80(spec, replace(shape, max_kv_len=1 << 24), SMS)
     assert longest.num_splits == spec.max_splits
