@@ -14,7 +14,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
 
 from mlagen.decode import xqa_batch_decode_with_kv_cache as decode
-from mlagen.integrations.vllm.warm_up import WARM_UP
+from mlagen.integrations.vllm.warm_up import WARM_UP, Group, Named
 from mlagen.integrations.warm_up import Calls, gqa_calls, workspace
 from mlagen.models.kernels import PAGE_SIZES
 from mlagen.spec.dtype import DType
@@ -23,7 +23,7 @@ from mlagen.spec.dtype import DType
 _OTHER_MASKS = ("mm_prefix_range_tensor", "rswa_window")
 
 
-class Sm90Backend:
+class Sm90Backend(Named):
     """What every GQA backend of mlagen says of itself."""
 
     @classmethod
@@ -43,20 +43,18 @@ class Sm90Backend:
         return False
 
 
-class DecodeBatchesBuilder:
+class DecodeBatchesBuilder(Group):
     """Of a metadata builder: full graphs hold batches of decode alone."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
 
-    kv_cache_spec: Any
-    vllm_config: Any
     num_heads_q: int
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
-        WARM_UP.add(self)
+        self.add_to_warm_up(layer_names)
 
     @property
     def kv_dtype(self) -> torch.dtype | DType:
@@ -76,9 +74,6 @@ class DecodeBatchesBuilder:
             kv_dtype=self.kv_dtype,
             max_q_len=max_decode_query_len(self.vllm_config),
         )
-
-    def warm_up_prefill(self) -> None:
-        """Leave the prefill to vLLM."""
 
 
 class DecodeBatches:

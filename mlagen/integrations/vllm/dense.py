@@ -17,14 +17,12 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
 )
 from vllm.v1.attention.backend import (
-    AttentionCGSupport,
     AttentionType,
     MultipleOf,
-    max_decode_query_len,
 )
 
 from mlagen.integrations.servers import follow_batch_invariance
-from mlagen.integrations.vllm.warm_up import WARM_UP, MlaGroup
+from mlagen.integrations.vllm.warm_up import WARM_UP, MlaGroup, Named
 from mlagen.integrations.warm_up import workspace
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 from mlagen.models.kernels import PAGE_SIZES
@@ -91,57 +89,6 @@ def per_token(
     return out.flatten(0, -3), None if lse is None else lse.flatten(0, -2)
 
 
-class MlagenMLABackend(MLACommonBackend):
-    """The dense MLA backend, as vLLM selects and validates it."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = [
-        *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
-    ]
-
-    @staticmethod
-    def get_name() -> str:
-        """Return the name that ``--attention-backend`` takes."""
-        return "MLAGEN_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type[MlagenMLAImpl]:
-        """Return the class that computes attention."""
-        return MlagenMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[MlagenMLAMetadataBuilder]:
-        """Return the class that builds the metadata of a batch."""
-        return MlagenMLAMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Return the page sizes that prewarming compiles, into which vLLM splits larger blocks."""
-        del kv_cache_spec
-        return list(PAGE_SIZES)
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Return the tokens of a KV block of the kernels, where the user names no page size."""
-        del default_block_size
-        return max(PAGE_SIZES)
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        """Return ``kv_lora_rank + qk_rope_head_dim`` of the kernels."""
-        return [320, 512, 576]
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        """Return whether mlagen has a kernel; the sm90 kernels need 9.0."""
-        return bool(capability.major >= 8)
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Return whether decode is batch-invariant, as with ``VLLM_BATCH_INVARIANT=1``."""
-        return follow_batch_invariance(envs.VLLM_BATCH_INVARIANT)
-
-
 @dataclass
 class MlagenDecodeMetadata(MLACommonDecodeMetadata):
     """The decode part of a batch, with the offsets of ragged queries."""
@@ -154,7 +101,6 @@ class MlagenMLAMetadataBuilder(MlaGroup, MLACommonMetadataBuilder[MLACommonMetad
     """The metadata of a batch. There is no host schedule: CTAs read the lengths on the device."""
 
     is_sparse = False
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
 
     def __init__(
@@ -170,13 +116,7 @@ class MlagenMLAMetadataBuilder(MlaGroup, MLACommonMetadataBuilder[MLACommonMetad
                 "cp_kv_cache_interleave_size: expected 1 for speculative tokens with decode "
                 f"context parallel, got {interleave}"
             )
-        self.add_to_warm_up(layer_names, kv_cache_spec.block_size)
-
-    @classmethod
-    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
-        """Return the longest query of a captured batch, whose query lengths may vary."""
-        del kv_cache_spec
-        return int(max_decode_query_len(vllm_config))
+        self.add_to_warm_up(layer_names)
 
     def _build_decode(
         self,
@@ -254,3 +194,43 @@ class MlagenMLAImpl(DecodeImpl, MLACommonImpl[MLACommonMetadata]):
             "cp_rank": self.dcp_rank,
             "causal_seqlens_kv_global": meta.dcp_tot_seq_lens,
         }
+
+
+class MlagenMLABackend(Named, MLACommonBackend):
+    """The dense MLA backend, as vLLM selects and validates it."""
+
+    name = "MLAGEN_MLA"
+    impl = MlagenMLAImpl
+    builder = MlagenMLAMetadataBuilder
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [
+        *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
+    ]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Return the page sizes that prewarming compiles, into which vLLM splits larger blocks."""
+        del kv_cache_spec
+        return list(PAGE_SIZES)
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Return the tokens of a KV block of the kernels, where the user names no page size."""
+        del default_block_size
+        return max(PAGE_SIZES)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Return ``kv_lora_rank + qk_rope_head_dim`` of the kernels."""
+        return [320, 512, 576]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Return whether mlagen has a kernel; the sm90 kernels need 9.0."""
+        return bool(capability.major >= 8)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Return whether decode is batch-invariant, as with ``VLLM_BATCH_INVARIANT=1``."""
+        return follow_batch_invariance(envs.VLLM_BATCH_INVARIANT)

@@ -20,30 +20,6 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from mlagen.integrations.vllm.decode_batches import DecodeBatches, DecodeBatchesBuilder, Sm90Backend
 
 
-class MlagenDiffKVBackend(Sm90Backend, FlashAttentionDiffKVBackend):
-    """The backend, which vLLM's MiMo-V2 takes by the end of its name."""
-
-    @staticmethod
-    def get_name() -> str:
-        """Return the name that ``--attention-backend`` takes."""
-        return "MLAGEN_GQA_DIFFKV"
-
-    @staticmethod
-    def get_impl_cls() -> type[MlagenDiffKVImpl]:
-        """Return the class that computes attention."""
-        return MlagenDiffKVImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[MlagenDiffKVMetadataBuilder]:
-        """Return the class that builds the metadata of a batch."""
-        return MlagenDiffKVMetadataBuilder
-
-    @classmethod
-    def set_head_size_v(cls, head_size_v: int) -> None:
-        """Set the dims of a value, which FlashAttention's class reads of itself."""
-        FlashAttentionDiffKVBackend.set_head_size_v(head_size_v)
-
-
 class MlagenDiffKVMetadataBuilder(DecodeBatchesBuilder, FlashAttentionMetadataBuilder):
     """FlashAttention's builder."""
 
@@ -73,3 +49,16 @@ class MlagenDiffKVImpl(DecodeBatches, FlashAttentionDiffKVImpl):
             "bmm2_scale": bmm2_scale,
             "kv_layout": "HND",
         }
+
+
+class MlagenDiffKVBackend(Sm90Backend, FlashAttentionDiffKVBackend):
+    """The backend, which vLLM's MiMo-V2 takes by the end of its name."""
+
+    name = "MLAGEN_GQA_DIFFKV"
+    impl = MlagenDiffKVImpl
+    builder = MlagenDiffKVMetadataBuilder
+
+    @classmethod
+    def set_head_size_v(cls, head_size_v: int) -> None:
+        """Set the dims of a value, which FlashAttention's class reads of itself."""
+        FlashAttentionDiffKVBackend.set_head_size_v(head_size_v)

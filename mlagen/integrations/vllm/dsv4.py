@@ -16,10 +16,9 @@ from mlagen.integrations.dsv4 import (
     flash_mla_with_kvcache,
     padded_output,
 )
-from mlagen.integrations.vllm.warm_up import WARM_UP
+from mlagen.integrations.vllm.warm_up import WARM_UP, Group, warmed_backend_of
 from mlagen.integrations.warm_up import Calls
 
-_SWA_CACHE = ".swa_cache"  # ends the name of a layer's cache of recent tokens
 _logger = init_logger("vllm.mlagen")
 
 
@@ -31,7 +30,7 @@ def attention_of(flash_mla: Any) -> Any:
     _logger.info("Using MLAGEN_MLA_SPARSE for the decode of %s.", flash_mla.__module__)
 
     class MlagenDSV4Attention(flash_mla):
-        swa_backend_cls = swa_backend_of(flash_mla.swa_backend_cls)
+        swa_backend_cls = warmed_backend_of(flash_mla.swa_backend_cls, calls_of)
 
         def __init__(self, *args: Any, **layer: Any) -> None:
             super().__init__(*args, **layer)
@@ -95,31 +94,7 @@ def with_names(function: FunctionType, **names: Any) -> Callable[..., Any]:
     return other
 
 
-@cache
-def swa_backend_of(flash_mla: Any) -> Any:
-    """Return vLLM's backend of the caches of recent tokens, whose builder warms layers up."""
-
-    class MlagenSWAMetadataBuilder(flash_mla.get_builder_cls()):  # type: ignore[misc]
-        def __init__(
-            self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-        ) -> None:
-            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-            layers = vllm_config.compilation_config.static_forward_context
-            self.layers = [layers[name.removesuffix(_SWA_CACHE)] for name in layer_names]
-            WARM_UP.add(self)
-
-        def decode_calls(self) -> Iterable[Calls]:
-            """Return the calls of mlagen for the layers of the group."""
-            for heads in sorted({layer.n_local_heads for layer in self.layers}):
-                yield from dsv4_calls(heads)
-
-        def warm_up_prefill(self) -> None:
-            """Leave the prefill to vLLM."""
-
-    class MlagenSWABackend(flash_mla):
-        @staticmethod
-        def get_builder_cls() -> Any:
-            """Return the class that builds the metadata of a batch."""
-            return MlagenSWAMetadataBuilder
-
-    return MlagenSWABackend
+def calls_of(group: Group) -> Iterable[Calls]:
+    """Yield the calls of mlagen for the layers of a group."""
+    for heads in sorted({layer.n_local_heads for layer in group.layers}):
+        yield from dsv4_calls(heads)

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from mlagen.decode import xqa_batch_decode_with_kv_cache as decode
 from mlagen.integrations.servers import follow_batch_invariance
 from mlagen.integrations.vllm.decode_batches import Sm90Backend
-from mlagen.integrations.vllm.warm_up import WARM_UP
+from mlagen.integrations.vllm.warm_up import WARM_UP, Group
 from mlagen.integrations.warm_up import Calls, gqa_calls, workspace
 from mlagen.spec.gqa.variant import has_dim
 
@@ -95,62 +95,9 @@ def _by_own_gate(function: Any, **names: Any) -> Callable[..., Any]:
     )
 
 
-class MlagenGQABackend(Sm90Backend, vllm_flashinfer.FlashInferBackend):
-    """The GQA backend, as vLLM selects and validates it."""
-
-    supported_kv_cache_dtypes: ClassVar[list[str]] = [
-        *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
-    ]
-    supports_sink = classmethod(_by_own_gate(vllm_flashinfer.FlashInferBackend.supports_sink))
-
-    @classmethod
-    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
-        """Return the page sizes, with the one of MiniMax-M3's sparse layers, which is their block.
-
-        Its other layers are in one group with these.
-        """
-        config = get_current_vllm_config_or_none()
-        model = getattr(config, "model_config", None)
-        text = getattr(model, "hf_text_config", None)
-        sparse = getattr(text, "sparse_attention_config", None) or {}
-        sizes = super().get_supported_kernel_block_sizes(kv_cache_spec)
-        block = sparse.get("sparse_block_size")
-        return sizes if block is None else [*sizes, block]
-
-    @staticmethod
-    def get_name() -> str:
-        """Return the name that ``--attention-backend`` takes."""
-        return "MLAGEN_GQA"
-
-    @staticmethod
-    def get_impl_cls() -> type[MlagenGQAImpl]:
-        """Return the class that computes attention."""
-        return MlagenGQAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[MlagenGQAMetadataBuilder]:
-        """Return the class that builds the metadata of a batch."""
-        return MlagenGQAMetadataBuilder
-
-    @classmethod
-    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        """Return whether the kernels have the dtype, as vLLM's XQA call has the cache."""
-        return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Return whether decode is batch-invariant, as with ``VLLM_BATCH_INVARIANT=1``."""
-        return follow_batch_invariance(envs.VLLM_BATCH_INVARIANT)
-
-
-class MlagenGQAMetadataBuilder(vllm_flashinfer.FlashInferMetadataBuilder):
+class MlagenGQAMetadataBuilder(Group, vllm_flashinfer.FlashInferMetadataBuilder):
     """FlashInfer's builder, which chooses XQA for decode also without cubins and a network."""
 
-    _init = _by_own_gate(
-        vllm_flashinfer.FlashInferMetadataBuilder.__init__,
-        FlashInferBackend=MlagenGQABackend,
-        current_platform=Platform(),
-    )
     # Prefill on sm_90 has no such kernel, for which each batch would ask vLLM's own gate.
     build = _by_own_gate(
         vllm_flashinfer.FlashInferMetadataBuilder.build,
@@ -166,8 +113,13 @@ class MlagenGQAMetadataBuilder(vllm_flashinfer.FlashInferMetadataBuilder):
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
-        self._init(kv_cache_spec, layer_names, vllm_config, device)
-        WARM_UP.add(self)
+        init = _by_own_gate(
+            vllm_flashinfer.FlashInferMetadataBuilder.__init__,
+            FlashInferBackend=MlagenGQABackend,
+            current_platform=Platform(),
+        )
+        init(self, kv_cache_spec, layer_names, vllm_config, device)
+        self.add_to_warm_up(layer_names)
 
     def get_q_data_type(self, is_prefill: bool) -> torch.dtype:
         """Return the dtype of the query: of 16 bits where no prefill takes an FP8 one."""
@@ -310,3 +262,40 @@ class MlagenGQAImpl(vllm_flashinfer.FlashInferImpl):
         pages = canonicalize_singleton_dim_strides(kv_cache.permute(*layout.layer_view_order))
         keys, values = pages.split(self.head_size, dim=-1)
         return (keys, values), None, get_flashinfer_layout_string(layout)
+
+
+class MlagenGQABackend(Sm90Backend, vllm_flashinfer.FlashInferBackend):
+    """The GQA backend, as vLLM selects and validates it."""
+
+    name = "MLAGEN_GQA"
+    impl = MlagenGQAImpl
+    builder = MlagenGQAMetadataBuilder
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [
+        *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
+    ]
+    supports_sink = classmethod(_by_own_gate(vllm_flashinfer.FlashInferBackend.supports_sink))
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
+        """Return the page sizes, with the one of MiniMax-M3's sparse layers, which is their block.
+
+        Its other layers are in one group with these.
+        """
+        config = get_current_vllm_config_or_none()
+        model = getattr(config, "model_config", None)
+        text = getattr(model, "hf_text_config", None)
+        sparse = getattr(text, "sparse_attention_config", None) or {}
+        sizes = super().get_supported_kernel_block_sizes(kv_cache_spec)
+        block = sparse.get("sparse_block_size")
+        return sizes if block is None else [*sizes, block]
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        """Return whether the kernels have the dtype, as vLLM's XQA call has the cache."""
+        return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Return whether decode is batch-invariant, as with ``VLLM_BATCH_INVARIANT=1``."""
+        return follow_batch_invariance(envs.VLLM_BATCH_INVARIANT)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
 from mlagen.integrations.vllm.dsv4 import with_names
-from mlagen.integrations.vllm.warm_up import WARM_UP, sparse_gqa_backend_of
+from mlagen.integrations.vllm.warm_up import WARM_UP, sparse_gqa_calls, warmed_backend_of
 from mlagen.msa_ops import msa_sparse_decode_attention
 
 _logger = init_logger("vllm.mlagen")
@@ -49,7 +49,7 @@ def impl_of(triton: Any) -> Any:
 
 def backend_of(triton: Any) -> Any:
     """Return vLLM's backend of sparse layers, whose builder warms layers up."""
-    return sparse_gqa_backend_of(triton, _call_of)
+    return warmed_backend_of(triton, _calls_of)
 
 
 def _call_of(impl: Any, _spec: Any, dtype: torch.dtype) -> dict[str, Any]:
@@ -58,6 +58,9 @@ def _call_of(impl: Any, _spec: Any, dtype: torch.dtype) -> dict[str, Any]:
         "kv_dtype": impl.kv_cache_fp8_dtype if impl.use_fp8_kv else dtype,
         "sparse_block": impl.block_size,
     }
+
+
+_calls_of = partial(sparse_gqa_calls, call_of=_call_of)
 
 
 def _decode_of(k_scale_float: float, v_scale_float: float) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
 from mlagen.integrations.vllm.dsv4 import with_names
-from mlagen.integrations.vllm.warm_up import WARM_UP, sparse_gqa_backend_of
+from mlagen.integrations.vllm.warm_up import WARM_UP, sparse_gqa_calls, warmed_backend_of
 from mlagen.sparse import qsa_sparse_paged_attention
 
 _BACKEND, _IMPL = "Qwen4ExpQSAFlashAttentionBackend", "Qwen4ExpQSAFlashAttentionImpl"
@@ -24,7 +24,7 @@ def attention_of(theirs: Any) -> Any:
     """
     function = vars(theirs)["__init__"]
     made_of = {
-        _BACKEND: sparse_gqa_backend_of(function.__globals__[_BACKEND], _call_of),
+        _BACKEND: warmed_backend_of(function.__globals__[_BACKEND], _calls_of),
         _IMPL: impl_of(function.__globals__[_IMPL]),
     }
     make = with_names(function, **made_of)
@@ -99,3 +99,6 @@ def _call_of(_impl: Any, spec: Any, _dtype: torch.dtype) -> dict[str, Any]:
         "sparse_block": 1,
         "has_output_gate": True,
     }
+
+
+_calls_of = partial(sparse_gqa_calls, call_of=_call_of)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonMetadata,
     SparseMLACommonMetadataBuilder,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf, max_decode_query_len
+from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.mla.sparse_utils import (
     align_blocks_to_rows,
     flat_kv_row_view,
@@ -37,7 +38,7 @@ from mlagen.integrations.vllm.dense import (
     per_token,
     scales,
 )
-from mlagen.integrations.vllm.warm_up import MlaGroup, impls_of
+from mlagen.integrations.vllm.warm_up import MlaGroup
 from mlagen.integrations.warm_up import workspace
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 from mlagen.models.kernels import CONVERSION_MIN_HEADS, PAGE_SIZES, page_size_of
@@ -159,54 +160,6 @@ def conversion_of(builder: Any, batch: Any, metadata: Any) -> Conversion | None:
     )
 
 
-class MlagenSparseMLABackend(MlagenMLABackend):
-    """The sparse MLA backend, as vLLM selects and validates it."""
-
-    supported_kv_cache_dtypes: ClassVar[list[str]] = [
-        *MlagenMLABackend.supported_kv_cache_dtypes,
-        FP8_DS_MLA,
-    ]
-
-    @staticmethod
-    def get_name() -> str:
-        """Return the name that ``--attention-backend`` takes."""
-        return "MLAGEN_MLA_SPARSE"
-
-    @staticmethod
-    def get_impl_cls() -> type[MlagenSparseMLAImpl]:
-        """Return the class that computes attention."""
-        return MlagenSparseMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[MlagenSparseMLAMetadataBuilder]:
-        """Return the class that builds the metadata of a batch."""
-        return MlagenSparseMLAMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Return any block size, which :func:`pages_of` splits into pages.
-
-        vLLM cannot split blocks among those of other layers, as models with an indexer have them.
-        """
-        del kv_cache_spec
-        return [MultipleOf(min(PAGE_SIZES))]
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        """Return ``kv_lora_rank + qk_rope_head_dim`` of models with an indexer."""
-        return [512, 576]
-
-    @classmethod
-    def is_sparse(cls) -> bool:
-        """Return that the layer has top-k indices."""
-        return True
-
-    @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        """Return the cache spec with blocks whole pages apart, as the indices count rows."""
-        return align_blocks_to_rows(spec, page_size_of(spec.block_size))
-
-
 @dataclass(kw_only=True)
 class MlagenSparseMLAMetadata(SparseMLACommonMetadata):
     """A batch, with the conversion of its prefills to bf16, if it pays."""
@@ -221,7 +174,6 @@ class MlagenSparseMLAMetadataBuilder(
 
     is_sparse = True
     metadata_cls = MlagenSparseMLAMetadata
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -231,9 +183,13 @@ class MlagenSparseMLAMetadataBuilder(
         self._init_reorder_batch_threshold(
             1, supports_spec_as_decode=True, supports_dcp_with_varlen=True
         )
-        impl = impls_of(vllm_config, layer_names)[0]
-        self.converts = can_convert(self, impl.num_heads, impl.kv_cache_dtype)
-        self.add_to_warm_up(layer_names, page_size_of(kv_cache_spec.block_size))
+        self.add_to_warm_up(layer_names)
+
+    @cached_property
+    def converts(self) -> bool:
+        """Whether prefills may be converted."""
+        impl = self.layers[0].impl
+        return can_convert(self, impl.num_heads, impl.kv_cache_dtype)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -252,12 +208,6 @@ class MlagenSparseMLAMetadataBuilder(
             yield variant, rows
             if self.converts:
                 yield replace(variant, kv_dtype=DType.BF16, page_size=PAGE_SIZE), rows
-
-    @classmethod
-    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
-        """Return the longest query of a captured batch, whose query lengths may vary."""
-        del kv_cache_spec
-        return int(max_decode_query_len(vllm_config))
 
 
 class MlagenSparseMLAImpl(DecodeImpl, SparseMLACommonImpl[MlagenSparseMLAMetadata]):
@@ -329,3 +279,40 @@ class MlagenSparseMLAImpl(DecodeImpl, SparseMLACommonImpl[MlagenSparseMLAMetadat
 def pages_of(rows: torch.Tensor, rows_per_block: int, block_size: int) -> torch.Tensor:
     """Return the rows of a cache as pages without a row between them."""
     return rows.view(-1, page_size_of(math.gcd(rows_per_block, block_size)), rows.shape[-1])
+
+
+class MlagenSparseMLABackend(MlagenMLABackend):
+    """The sparse MLA backend, as vLLM selects and validates it."""
+
+    name = "MLAGEN_MLA_SPARSE"
+    impl = MlagenSparseMLAImpl
+    builder = MlagenSparseMLAMetadataBuilder
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [
+        *MlagenMLABackend.supported_kv_cache_dtypes,
+        FP8_DS_MLA,
+    ]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Return any block size, which :func:`pages_of` splits into pages.
+
+        vLLM cannot split blocks among those of other layers, as models with an indexer have them.
+        """
+        del kv_cache_spec
+        return [MultipleOf(min(PAGE_SIZES))]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Return ``kv_lora_rank + qk_rope_head_dim`` of models with an indexer."""
+        return [512, 576]
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        """Return that the layer has top-k indices."""
+        return True
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Return the cache spec with blocks whole pages apart, as the indices count rows."""
+        return align_blocks_to_rows(spec, page_size_of(spec.block_size))

@@ -26,29 +26,6 @@ _WITH_SCALES = {
 }
 
 
-class MlagenTokenScalesBackend(Sm90Backend, TritonAttentionBackend):
-    """The backend; layers that vLLM excludes from quantization have a cache of 16 bits."""
-
-    supported_kv_cache_dtypes: ClassVar[list[str]] = [
-        *("auto", "float16", "bfloat16", "int8_per_token_head", "fp8_per_token_head")
-    ]
-
-    @staticmethod
-    def get_name() -> str:
-        """Return the name that ``--attention-backend`` takes."""
-        return "MLAGEN_GQA_TOKEN_SCALES"
-
-    @staticmethod
-    def get_impl_cls() -> type[MlagenTokenScalesImpl]:
-        """Return the class that computes attention."""
-        return MlagenTokenScalesImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[MlagenTokenScalesMetadataBuilder]:
-        """Return the class that builds the metadata of a batch."""
-        return MlagenTokenScalesMetadataBuilder
-
-
 class MlagenTokenScalesMetadataBuilder(DecodeBatchesBuilder, TritonAttentionMetadataBuilder):
     """Triton's builder."""
 
@@ -75,3 +52,15 @@ class MlagenTokenScalesImpl(DecodeBatches, TritonAttentionImpl):
             "kv_cache_sf": (self._k_scale_cache, self._v_scale_cache),
             "bmm1_scale": self.scale,
         }
+
+
+class MlagenTokenScalesBackend(Sm90Backend, TritonAttentionBackend):
+    """The backend; layers that vLLM excludes from quantization have a cache of 16 bits."""
+
+    name = "MLAGEN_GQA_TOKEN_SCALES"
+    impl = MlagenTokenScalesImpl
+    builder = MlagenTokenScalesMetadataBuilder
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [
+        *("auto", "float16", "bfloat16", "int8_per_token_head", "fp8_per_token_head")
+    ]

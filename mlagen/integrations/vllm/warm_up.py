@@ -9,29 +9,69 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
+from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
 
 from mlagen.integrations.warm_up import Calls, gqa_calls, mla_calls, warm_up
+from mlagen.models.kernels import page_size_of
 from mlagen.spec.mla.variant import MlaVariant
 
+_SWA_CACHE = ".swa_cache"  # ends the name of the cache of recent tokens of a layer of DeepSeek-V4
 _logger = init_logger("vllm.mlagen")  # of vLLM's loggers, which show INFO
 
 
-class Group(Protocol):
-    """The builder of a group of layers, which share a KV cache."""
+class Named:
+    """Beside a backend of vLLM: its name and its classes."""
 
+    name: ClassVar[str]  # that ``--attention-backend`` takes
+    impl: ClassVar[type]  # computes attention
+    builder: ClassVar[type]  # of the metadata of a batch
+
+    @classmethod
+    def get_name(cls) -> str:
+        """Return the name."""
+        return cls.name
+
+    @classmethod
+    def get_impl_cls(cls) -> type:
+        """Return the class that computes attention."""
+        return cls.impl
+
+    @classmethod
+    def get_builder_cls(cls) -> type:
+        """Return the class that builds the metadata of a batch."""
+        return cls.builder
+
+
+class Group:
+    """Beside a builder of vLLM, which is that of a group of layers with one KV cache."""
+
+    kv_cache_spec: Any
     vllm_config: Any
+    layer_names: list[str]
+
+    def add_to_warm_up(self, layer_names: list[str]) -> None:
+        """Add the group, whose layers, or their caches, have these names."""
+        self.layer_names = layer_names
+        WARM_UP.add(self)
+
+    @property
+    def layers(self) -> list[Any]:
+        """The layers of the group."""
+        known = self.vllm_config.compilation_config.static_forward_context
+        return [known[name.removesuffix(_SWA_CACHE)] for name in self.layer_names]
 
     def decode_calls(self) -> Iterable[Calls]:
         """Return the calls of mlagen that decode the batches of the group."""
+        raise NotImplementedError
 
     def warm_up_prefill(self) -> None:
-        """Compile what another library prefills with, if vLLM does not."""
+        """Compile what another library prefills with; of most groups vLLM does."""
 
 
 class WarmUp(VllmJitKernel[Calls]):
@@ -68,41 +108,36 @@ class WarmUp(VllmJitKernel[Calls]):
 WARM_UP = WarmUp()
 
 
-class MlaGroup:
-    """Beside a builder of MLA batches: the calls of its layers."""
+class MlaGroup(Group):
+    """Beside a builder of MLA batches. Graphs hold batches of decode, of any query lengths."""
 
-    kv_cache_spec: Any
-    vllm_config: Any
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
     reorder_batch_threshold: int
     dcp_world_size: int
     is_sparse: bool
-    impls: list[Any]
-    kernel_page_size: int
 
-    def add_to_warm_up(self, layer_names: list[str], kernel_page_size: int) -> None:
-        """Add the group to the warm-up; the kernels read pages of so many tokens."""
-        self.impls = impls_of(self.vllm_config, layer_names)
-        self.kernel_page_size = kernel_page_size
-        WARM_UP.add(self)
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
+        """Return the longest query of a captured batch, whose query lengths may vary."""
+        del kv_cache_spec
+        return int(max_decode_query_len(vllm_config))
 
     def decode_calls(self) -> Iterable[tuple[MlaVariant, int]]:
         """Return the calls of mlagen that decode the batches of the group."""
-        for impl in self.impls:
+        for impl in (layer.impl for layer in self.layers):
             query_dtype, kv_dtype = self._dtypes_of(impl)
             yield from mla_calls(
                 heads=impl.num_heads * self.dcp_world_size,  # the query is gathered
                 kv_lora_rank=impl.kv_lora_rank,
                 qk_rope_head_dim=impl.qk_rope_head_dim,
-                page_size=self.kernel_page_size,
+                page_size=page_size_of(self.kv_cache_spec.block_size),
                 query_dtype=query_dtype,
                 kv_dtype=kv_dtype,
                 max_q_len=self.reorder_batch_threshold,
                 is_sparse=self.is_sparse,
                 dcp_size=self.dcp_world_size,
             )
-
-    def warm_up_prefill(self) -> None:
-        """Leave the prefill of MLA to vLLM."""
 
     def _dtypes_of(self, impl: Any) -> tuple[torch.dtype, torch.dtype]:
         model_dtype = self.vllm_config.model_config.dtype
@@ -114,49 +149,44 @@ class MlaGroup:
         return model_dtype, self.kv_cache_spec.dtype
 
 
-def impls_of(vllm_config: Any, layer_names: list[str]) -> list[Any]:
-    """Return the implementations of layers."""
-    layers = vllm_config.compilation_config.static_forward_context
-    return [layers[name].impl for name in layer_names]
-
-
 @cache
-def sparse_gqa_backend_of(
-    theirs: Any, call_of: Callable[[Any, Any, torch.dtype], dict[str, Any]]
-) -> Any:
-    """Return vLLM's backend of sparse layers of grouped-query attention, whose builder warms up.
+def warmed_backend_of(theirs: Any, calls_of: Callable[[Any], Iterable[Calls]]) -> Any:
+    """Return vLLM's backend of some layers, whose builder warms up ``calls_of`` itself."""
 
-    ``call_of`` returns what :func:`gqa_calls` takes besides the heads and the query, for an
-    implementation, the specification of its cache, and the dtype of the model.
-    """
-
-    class MlagenSparseGQAMetadataBuilder(theirs.get_builder_cls()):  # type: ignore[misc]
+    class MlagenMetadataBuilder(Group, theirs.get_builder_cls()):  # type: ignore[misc]
         def __init__(
             self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
         ) -> None:
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-            self.impls = impls_of(vllm_config, layer_names)
-            WARM_UP.add(self)
+            self.add_to_warm_up(layer_names)
 
         def decode_calls(self) -> Iterable[Calls]:
             """Return the calls of mlagen for the layers of the group."""
-            dtype = self.vllm_config.model_config.dtype
-            for impl in self.impls:
-                yield from gqa_calls(
-                    heads=impl.num_heads,
-                    kv_heads=impl.num_kv_heads,
-                    head_dim=impl.head_size,
-                    query_dtype=dtype,
-                    **call_of(impl, self.kv_cache_spec, dtype),
-                )
+            return calls_of(self)
 
-        def warm_up_prefill(self) -> None:
-            """Leave the prefill to vLLM."""
-
-    class MlagenSparseGQABackend(theirs):
+    class MlagenBackend(theirs):
         @staticmethod
         def get_builder_cls() -> Any:
             """Return the class that builds the metadata of a batch."""
-            return MlagenSparseGQAMetadataBuilder
+            return MlagenMetadataBuilder
 
-    return MlagenSparseGQABackend
+    return MlagenBackend
+
+
+def sparse_gqa_calls(
+    group: Group, call_of: Callable[[Any, Any, torch.dtype], dict[str, Any]]
+) -> Iterable[Calls]:
+    """Yield the calls of sparse layers of grouped-query attention.
+
+    ``call_of`` returns what :func:`gqa_calls` takes besides the heads and the query, for an
+    implementation, the specification of its cache, and the dtype of the model.
+    """
+    dtype = group.vllm_config.model_config.dtype
+    for impl in (layer.impl for layer in group.layers):
+        yield from gqa_calls(
+            heads=impl.num_heads,
+            kv_heads=impl.num_kv_heads,
+            head_dim=impl.head_size,
+            query_dtype=dtype,
+            **call_of(impl, group.kv_cache_spec, dtype),
+        )

@@ -18,6 +18,10 @@ from tests.integrations.servers import Import, is_installed, modules_of
 from tests.integrations.vllm.stand_in import MODULES
 
 ImplOf = Callable[..., Any]
+# What the warm-up takes from a builder, and the attributes of a backend.
+GROUP = {"add_to_warm_up", "decode_calls", "warm_up_prefill", "is_sparse", "_dtypes_of"}
+GROUP |= {"layers", "layer_names"}
+NAMED = {"name", "impl", "builder"}
 # A layer with the scales of an FP8 checkpoint.
 LAYER = SimpleNamespace(_q_scale_float=0.5, _k_scale_float=0.25)
 

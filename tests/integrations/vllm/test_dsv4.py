@@ -18,6 +18,7 @@ from tests.integrations import dsv4 as problem
 from tests.integrations.attended import assert_near
 from tests.integrations.servers import Import, is_installed
 from tests.integrations.signatures import disagreements
+from tests.integrations.vllm.conftest import GROUP
 from tests.integrations.vllm.dsv4_layers import (
     KINDS,
     MODELS,
@@ -322,14 +323,14 @@ def test_an_override_has_the_parameters_of_the_overridden(vllm: Import, package:
     """VLLM calls the methods of these classes as it calls its own, and the warm-up the others."""
     of = vllm("mlagen.integrations.vllm.dsv4")
     theirs = vllm(f"{package}.nvidia.model").DeepseekV4FlashMLAAttention
-    swa = theirs.swa_backend_cls
-    pairs = [(of.attention_of(theirs), theirs), (of.swa_backend_of(swa), swa)]
+    swa, ours = theirs.swa_backend_cls, of.attention_of(theirs)
+    pairs = [(ours, theirs), (ours.swa_backend_cls, swa)]
     pairs += [tuple(each.get_builder_cls() for each in pairs[1])]
     found = [
-        {each.partition(":")[0] for each in disagreements(ours, base, of.__name__)}
+        {each.partition(":")[0] for each in disagreements(ours, base, "mlagen.integrations.vllm")}
         for ours, base in pairs
     ]
-    assert all(names <= {"__init__", "decode_calls", "warm_up_prefill"} for names in found)
+    assert all(names <= {"__init__", *GROUP} for names in found)
 
 
 def test_another_decode_is_refused(vllm: Import) -> None:

@@ -418,7 +418,7 @@ def test_a_layer_and_its_builder_ask_no_network(
     config.cache_config.cache_dtype = dtype
     spec = cache_spec(head_dim, dtype)
     if is_installed("vllm"):
-        own = gqa.MlagenGQAMetadataBuilder._init.__globals__
+        own = vars(vllm("vllm.v1.attention.backends.flashinfer"))
         utils = vllm("vllm.v1.attention.backends.utils")
         same = utils.PerLayerParameters(-1, 50.0, 1.0, has_sinks=not is_nvfp4)
         monkeypatch.setitem(own, "get_per_layer_parameters", lambda *_: {"layer": same})

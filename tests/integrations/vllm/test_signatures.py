@@ -9,6 +9,7 @@ import pytest
 
 from tests.integrations.servers import Import, is_installed
 from tests.integrations.signatures import disagreements
+from tests.integrations.vllm.conftest import GROUP, NAMED
 from tests.integrations.vllm.stand_in import MODULES
 
 MEMBERS = [
@@ -17,28 +18,26 @@ MEMBERS = [
     for name, member in members.items()
     if hasattr(member, "__name__")  # a class or a function
 ]
-# What the warm-up takes from a builder.
-GROUP = {"add_to_warm_up", "decode_calls", "warm_up_prefill", "is_sparse", "_dtypes_of"}
 needs_vllm = pytest.mark.skipif(not is_installed("vllm"), reason="needs vLLM: make test-vllm")
 
 
 @pytest.mark.parametrize(
     ("module", "name", "new"),
     [
-        ("dense", "MlagenMLABackend", set()),
+        ("dense", "MlagenMLABackend", NAMED),
         ("dense", "MlagenMLAMetadataBuilder", {"__init__", *GROUP}),  # as all builders are called
         ("dense", "MlagenMLAImpl", {"_dcp_keywords"}),
-        ("sparse", "MlagenSparseMLABackend", set()),
-        ("sparse", "MlagenSparseMLAMetadataBuilder", {"metadata_cls", *GROUP}),
+        ("sparse", "MlagenSparseMLABackend", NAMED),
+        ("sparse", "MlagenSparseMLAMetadataBuilder", {"metadata_cls", "converts", *GROUP}),
         ("sparse", "MlagenSparseMLAMetadata", {"conversion"}),
         ("sparse", "MlagenSparseMLAImpl", {"__init__"}),
-        ("gqa", "MlagenGQABackend", set()),
-        ("gqa", "MlagenGQAMetadataBuilder", {"_init", *GROUP}),
+        ("gqa", "MlagenGQABackend", NAMED),
+        ("gqa", "MlagenGQAMetadataBuilder", GROUP),
         ("gqa", "MlagenGQAImpl", {"__init__", "_init", "_decode", "_for_flashinfer", "_views"}),
-        ("diffkv", "MlagenDiffKVBackend", set()),
+        ("diffkv", "MlagenDiffKVBackend", NAMED),
         ("diffkv", "MlagenDiffKVMetadataBuilder", {"__init__", "kv_dtype", *GROUP}),
         ("diffkv", "MlagenDiffKVImpl", {"__init__", "_decode", "cache_of"}),
-        ("token_scales", "MlagenTokenScalesBackend", set()),
+        ("token_scales", "MlagenTokenScalesBackend", NAMED),
         ("token_scales", "MlagenTokenScalesMetadataBuilder", {"__init__", "kv_dtype", *GROUP}),
         ("token_scales", "MlagenTokenScalesImpl", {"__init__", "_decode", "cache_of"}),
     ],

@@ -117,10 +117,6 @@ def test_the_builder_takes_drafts_on_dcp_ranks_too(sparse: ModuleType, monkeypat
         base, "_init_reorder_batch_threshold", lambda _, *args, **kw: thresholds.append((args, kw))
     )
 
-    monkeypatch.setattr(sparse, "can_convert", lambda *_: False)
-    monkeypatch.setattr(
-        sparse, "impls_of", lambda *_: [SimpleNamespace(num_heads=1, kv_cache_dtype="auto")]
-    )
     builder = sparse.MlagenSparseMLAMetadataBuilder
     monkeypatch.setattr(builder, "add_to_warm_up", lambda *_: None)
 
