@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -113,7 +113,11 @@ def _combinations(
             raise ArgumentError(f"family: expected {' or '.join(FAMILIES)}, got {name}")
     if not axes and not is_ragged:
         return [
-            case_of(name, **facts) for name, facts in SUITES[suite] if name in (names or FAMILIES)
+            case
+            for name, rows in SUITES[suite].items()
+            if name in (names or FAMILIES)
+            for axes_of_row in rows
+            for case in _product(name, axes_of_row)
         ]
     names = names or ["mla"]
     known = {axis for name in names for axis in DEFAULTS[name]}
@@ -123,13 +127,18 @@ def _combinations(
             raise ArgumentError(
                 f"{axis}: expected family {needed} with it, got family {', '.join(names)}"
             )
-    cases = []
+    cases: dict[Case, None] = {}
     for name in names:
-        own = {axis: values for axis, values in axes.items() if axis in DEFAULTS[name]}
-        for values in product(*own.values()):
-            facts = dict(zip(own, values, strict=True))
-            cases.append(case_of(name, is_ragged=is_ragged, **facts))
-    return list(dict.fromkeys(cases))
+        own = {axis: (*values,) for axis, values in axes.items() if axis in DEFAULTS[name]}
+        cases |= dict.fromkeys(_product(name, {**own, "is_ragged": is_ragged}))
+    return list(cases)
+
+
+def _product(family: str, axes: Mapping[str, Any]) -> Iterator[Case]:
+    """Yield the case of each combination of the values, of which those in tuples are several."""
+    several = [values if isinstance(values, tuple) else (values,) for values in axes.values()]
+    for values in product(*several):
+        yield case_of(family, **dict(zip(axes, values, strict=True)))
 
 
 def case_of(family: str, *, is_ragged: bool = False, **given: Any) -> Case:
