@@ -23,7 +23,7 @@ from mlagen.families.common.memory import require_memory
 from mlagen.families.dispatch import GQA
 from mlagen.families.gqa.args import GqaArgNames, GqaArgs
 from mlagen.families.gqa.scratch import with_scratch
-from mlagen.torch_ops.outputs import sparse_gqa_outputs
+from mlagen.torch_ops.outputs import sparse_gqa_output
 from mlagen.torch_ops.traced import Op
 
 _OUT_AND_LSE: Returns[torch.Tensor | Both] = Returns(
@@ -50,7 +50,7 @@ _NAMES = GqaArgNames(
     outputs="out lse",
     returns=_OUT_AND_LSE,
     ignored="partial_dtype force_fused workspace",
-    op=Op(outputs=sparse_gqa_outputs, has_lse=True, lse_flag="return_softmax_lse"),
+    op=Op(output=sparse_gqa_output, has_lse=True, lse_flag="return_softmax_lse"),
 )
 def msa_sparse_decode_attention(
     q: torch.Tensor,

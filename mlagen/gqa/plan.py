@@ -35,6 +35,7 @@ from mlagen.planned.metadata import (
 )
 from mlagen.planned.op import PlannedOp
 from mlagen.planned.plan import Plan, settings_of, text_of
+from mlagen.torch_ops.traced import Shape
 
 NAMES = {"kv_indptr": "indptr", "kv_indices": "indices", "kv_len_arr": "last_page_len"}
 BUFFER_NAMES = {part: f"paged_kv_{name}_buffer" for part, name in NAMES.items()}
@@ -304,14 +305,12 @@ def _settings_of(text: str, _: dict[str, Any]) -> DecodeSettings:
     return settings
 
 
-def _outputs(given: dict[str, Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _output(given: dict[str, Any]) -> Shape:
     query, settings = given["q"], _settings_of(given["plan"], given)
-    lse = tuple(query.shape[:2]) if given["return_lse"] else (0,)
-    shape = (*query.shape[:-1], settings.head_dim_vo or query.shape[-1])
-    return [(shape, settings.o_data_type), (lse, torch.float32)]
+    return (*query.shape[:-1], settings.head_dim_vo or query.shape[-1]), settings.o_data_type
 
 
 OP = PlannedOp(
-    "batch_decode_run", run_planned, settings_of=_settings_of, outputs=_outputs, names=NAMES
+    "batch_decode_run", run_planned, settings_of=_settings_of, output=_output, names=NAMES
 )
 batch_decode_run = OP.entry

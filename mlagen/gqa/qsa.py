@@ -18,7 +18,7 @@ from mlagen.families.common.memory import require_memory
 from mlagen.families.dispatch import GQA
 from mlagen.families.gqa.args import GqaArgNames, GqaArgs
 from mlagen.families.gqa.scratch import with_scratch
-from mlagen.torch_ops.outputs import sparse_gqa_outputs
+from mlagen.torch_ops.outputs import sparse_gqa_output
 from mlagen.torch_ops.traced import Op
 
 _NAMES = GqaArgNames(
@@ -40,7 +40,7 @@ _BACKENDS = ("auto", "cuda", "triton")
     GQA,
     outputs="out lse",
     returns=OUT_AND_LSE,
-    op=Op(outputs=sparse_gqa_outputs, has_lse=True),
+    op=Op(output=sparse_gqa_output, has_lse=True),
 )
 def qsa_sparse_paged_attention(
     q: torch.Tensor,

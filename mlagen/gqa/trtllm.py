@@ -38,7 +38,7 @@ from mlagen.families.gqa.args import (
     window_of,
 )
 from mlagen.gqa.top_k import with_top_k
-from mlagen.torch_ops.outputs import trtllm_gqa_outputs
+from mlagen.torch_ops.outputs import trtllm_gqa_output
 from mlagen.torch_ops.traced import Op
 
 NAMES = GqaArgNames(cum_seq_lens_q="cum_seq_lens_q")
@@ -136,7 +136,7 @@ def natural_scale(
     outputs="out lse",
     returns=OUT_AND_LSE,
     length="max_seq_len",
-    op=Op(outputs=trtllm_gqa_outputs, has_lse=True, fills_lse=True),
+    op=Op(output=trtllm_gqa_output, has_lse=True, fills_lse=True),
 )
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,

@@ -26,7 +26,7 @@ from mlagen.families.gqa.args import (
     soft_cap_of,
     window_of,
 )
-from mlagen.torch_ops.outputs import gqa_outputs, unused_by_xqa, xqa_outputs
+from mlagen.torch_ops.outputs import gqa_output, unused_by_xqa, xqa_output
 from mlagen.torch_ops.traced import Op
 
 
@@ -35,7 +35,7 @@ from mlagen.torch_ops.traced import Op
     outputs="out lse",
     returns=OUT_AND_LSE,
     length="max_seq_len",
-    op=Op(outputs=gqa_outputs, has_lse=True),
+    op=Op(output=gqa_output, has_lse=True),
 )
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor,
@@ -227,7 +227,7 @@ _NAMES = GqaArgNames(
     GQA,
     outputs="output lse",
     returns=NOTHING,
-    op=Op(outputs=xqa_outputs, has_lse=True, constants=unused_by_xqa),
+    op=Op(output=xqa_output, has_lse=True, constants=unused_by_xqa),
 )
 def xqa(
     q: torch.Tensor,

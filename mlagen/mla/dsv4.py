@@ -32,7 +32,7 @@ from mlagen.families.mla.two_pools import FORMATS, UNSERVED_FORMATS, kv_format_o
 from mlagen.spec.dtype import EXTRA_ROW_FORMATS, ROW_FORMATS
 from mlagen.spec.mla.variant import MAX_HEADS
 from mlagen.spec.rows import RowFormat
-from mlagen.torch_ops.outputs import dsv4_outputs
+from mlagen.torch_ops.outputs import dsv4_output
 from mlagen.torch_ops.traced import Op
 
 _ELEMENTS = 512  # of a token; all are also values
@@ -120,7 +120,7 @@ def _reject_others(backend: object, lengths: dict[str, object], **given: object)
         reject_unserved(name, value, _UNSERVED.get(name))
 
 
-@entry_point(MLA, outputs="out lse", returns=OUT_AND_LSE, op=Op(outputs=dsv4_outputs, has_lse=True))
+@entry_point(MLA, outputs="out lse", returns=OUT_AND_LSE, op=Op(output=dsv4_output, has_lse=True))
 def trtllm_batch_decode_sparse_mla_dsv4(
     query: torch.Tensor,
     swa_kv_cache: torch.Tensor,

@@ -46,7 +46,7 @@ from mlagen.mla.masks import CausalMask, Mask, NullMask, code_of, empty_bias, ma
 from mlagen.observe.observed import is_observed, observe
 from mlagen.settings import current_settings
 from mlagen.torch_ops.outputs import mla_dtype
-from mlagen.torch_ops.traced import Op, as_op, define_ops, is_compiling, is_traced
+from mlagen.torch_ops.traced import Op, Shape, as_op, define_ops, is_compiling, is_traced
 
 __all__ = ["PagedKVCache", "flare_mla_decoding"]
 
@@ -234,12 +234,12 @@ def _define_op() -> None:
     others = [parameter.replace(kind=kind) for name, parameter in own.items() if name not in parts]
     vars(entry)["__signature__"] = inspect.Signature([*parameters, *others])
     entry.__name__ = flare_mla_decoding.__name__
-    define_ops(entry, Op(outputs=_outputs))
+    define_ops(entry, Op(output=_output))
 
 
-def _outputs(given: dict[str, Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _output(given: dict[str, Any]) -> Shape:
     query = given["q"]
-    return [((*query.shape[:-1], _LATENT_DIM), mla_dtype(query))]
+    return (*query.shape[:-1], _LATENT_DIM), mla_dtype(query)
 
 
 def _call_op(

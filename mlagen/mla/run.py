@@ -36,6 +36,7 @@ from mlagen.mla.plan import DENSE_NAMES, RANK, MlaSettings, settings_of_run
 from mlagen.planned.op import PlannedOp
 from mlagen.planned.plan import Plan, settings_of, with_fields
 from mlagen.torch_ops.outputs import mla_dtype
+from mlagen.torch_ops.traced import Shape
 
 _NAMES = MlaArgNames(
     query_rope="q_pe",
@@ -155,19 +156,17 @@ def run_planned(
     )
 
 
-def _outputs(given: dict[str, Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _output(given: dict[str, Any]) -> Shape:
     query, text = given["q_nope"], given["plan"]
     width = settings_of(MlaSettings, text).head_dim_ckv if text else RANK
-    lse = tuple(query.shape[:2]) if given["return_lse"] else (0,)
-    shape = (*query.shape[:2], width)
-    return [(shape, mla_dtype(query)), (lse, torch.float32)]
+    return (*query.shape[:2], width), mla_dtype(query)
 
 
 OP = PlannedOp(
     "batch_mla_run",
     run_planned,
     settings_of=settings_of_run,
-    outputs=_outputs,
+    output=_output,
     names=DENSE_NAMES,
 )
 batch_mla_run = OP.entry

@@ -31,7 +31,7 @@ from mlagen.families.common.arguments import (
 from mlagen.families.common.memory import require_memory, require_plain, require_writable
 from mlagen.families.dispatch import MLA
 from mlagen.families.mla.args import MlaArgNames, MlaArgs
-from mlagen.torch_ops.outputs import mla_outputs
+from mlagen.torch_ops.outputs import mla_output
 from mlagen.torch_ops.traced import Op
 
 _JOINED = MlaArgNames()
@@ -251,7 +251,7 @@ def _topk_lengths_of(
     returns=OUT_AND_LSE,
     ignored="qk_nope_head_dim is_var_seq",
     length="max_seq_len",
-    op=Op(outputs=mla_outputs, has_lse=True),
+    op=Op(output=mla_output, has_lse=True, is_lse_flat=True),
 )
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor | tuple[torch.Tensor, torch.Tensor],

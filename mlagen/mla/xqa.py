@@ -22,7 +22,7 @@ from mlagen.families.common.memory import require_memory, require_plain
 from mlagen.families.common.xqa_arguments import check_unused, require_size, table_capacity
 from mlagen.families.dispatch import MLA
 from mlagen.families.mla.args import MlaArgNames, MlaArgs
-from mlagen.torch_ops.outputs import mla_outputs, unused_by_xqa, xqa_mla_outputs
+from mlagen.torch_ops.outputs import mla_output, unused_by_xqa, xqa_mla_output
 from mlagen.torch_ops.traced import Op
 
 
@@ -32,7 +32,7 @@ from mlagen.torch_ops.traced import Op
     returns=OUT,
     ignored="qk_nope_head_dim",
     length="max_seq_len",
-    op=Op(outputs=lambda given: mla_outputs(given)[:1]),
+    op=Op(output=mla_output),
 )
 def xqa_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
@@ -120,7 +120,7 @@ _NAMES = MlaArgNames(
     MLA,
     outputs="output",
     returns=NOTHING,
-    op=Op(outputs=xqa_mla_outputs, constants=unused_by_xqa),
+    op=Op(output=xqa_mla_output, constants=unused_by_xqa),
 )
 def xqa_mla(
     q: torch.Tensor,

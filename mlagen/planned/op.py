@@ -32,7 +32,7 @@ class PlannedOp:
     """The op of the runs of a wrapper.
 
     ``launch`` computes a run from its plan, its workspace and its arguments. ``settings_of`` has
-    the settings of a plan's text, and of the arguments by name where it is empty; ``outputs`` those
+    the settings of a plan's text, and of the arguments by name where it is empty; ``output`` that
     of the arguments by name. ``names`` are the caller's of block tables, by field of the requests.
     """
 
@@ -42,7 +42,7 @@ class PlannedOp:
         launch: Callable[..., tuple[torch.Tensor, ...]],
         *,
         settings_of: Callable[[str, dict[str, Any]], Any],
-        outputs: Callable[[dict[str, Any]], Sequence[Shape]],
+        output: Callable[[dict[str, Any]], Shape],
         names: Mapping[str, str],
     ) -> None:
         self.name = name
@@ -67,7 +67,7 @@ class PlannedOp:
         others = [parameter for parameter in own if parameter.default is not Parameter.empty]
         vars(entry)["__signature__"] = inspect.Signature([workspace, *required, *parts, *others])
         entry.__name__ = name
-        op = Op(outputs=outputs, has_lse=True, fills_lse=True)
+        op = Op(output=output, has_lse=True, fills_lse=True)
         self.entry = traceable(op)(observed(entry))
         self._order = (*(p.name for p in required), *_PARTS, *(p.name for p in others))
 

@@ -1,4 +1,4 @@
-"""Output shapes and dtypes of the ops; a size may be symbolic."""
+"""Shapes and dtypes of the ops' outputs; a size may be symbolic."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ def mla_dtype(query: torch.Tensor) -> torch.dtype:
     return query.dtype if query.dtype in DTYPES else torch.bfloat16
 
 
-def mla_outputs(given: dict[str, Any]) -> list[Shape]:
-    """Return the output of an MLA call, and its LSE, which is empty unless requested."""
+def mla_output(given: dict[str, Any]) -> Shape:
+    """Return the output of an MLA call."""
     query = given["query"]
     if not isinstance(query, torch.Tensor):
         query = query[0]
-    rows = query.shape[:-1]
-    shape = (*rows, given["kv_lora_rank"])
-    lse: tuple[int, ...] = (0,)
-    if given.get("return_lse"):
-        lse = (rows[0] * rows[1], rows[2]) if len(rows) == 3 else tuple(rows)
-    return [(shape, mla_dtype(query)), (lse, torch.float32)]
+    return (*query.shape[:-1], given["kv_lora_rank"]), mla_dtype(query)
 
 
-def dsv4_outputs(given: dict[str, Any]) -> list[Shape]:
-    """Return the output of a call over two pools, and its LSE, which is empty unless requested."""
+def dsv4_output(given: dict[str, Any]) -> Shape:
+    """Return the output of a call over two pools."""
     query = given["query"]
-    lse = tuple(query.shape[:-1]) if given["return_lse"] else (0,)
-    return [(tuple(query.shape), mla_dtype(query)), (lse, torch.float32)]
+    return tuple(query.shape), mla_dtype(query)
+
+
+def xqa_mla_output(given: dict[str, Any]) -> Shape:
+    """Return the output of a call of ``xqa_mla``."""
+    query = given["q"]
+    return (*query.shape[:-1], _XQA_MLA_RANK), mla_dtype(query)
 
 
 def gqa_shape(
@@ -47,45 +47,32 @@ def gqa_shape(
     return (*query.shape[:-1], values.shape[-1] * (2 if values.dtype is torch.uint8 else 1))
 
 
-def gqa_outputs(given: dict[str, Any]) -> list[Shape]:
-    """Return the output of a grouped-query call, and its LSE, which is empty unless requested."""
+def gqa_output(given: dict[str, Any]) -> Shape:
+    """Return the output of a grouped-query call."""
     query, q_len, out = given["query"], given["q_len_per_req"], given.get("out")
     shape = gqa_shape(query, given["kv_cache"])
     if out is not None:
         shape = tuple(out.shape)
     elif q_len is not None and q_len > 1 and given["q_cu_seq_lens"] is None:
         shape = (query.shape[0] // q_len, q_len, *shape[1:])
-    lse = shape[:-1] if given["return_lse"] else (0,)
-    return [(shape, query.dtype), (lse, torch.float32)]
+    return shape, query.dtype
 
 
-def trtllm_gqa_outputs(given: dict[str, Any]) -> list[Shape]:
-    """Return the output of a grouped-query call of TensorRT-LLM's signature, and its LSE."""
+def trtllm_gqa_output(given: dict[str, Any]) -> Shape:
+    """Return the output of a grouped-query call of TensorRT-LLM's signature."""
     query = given["query"]
-    lse = tuple(query.shape[:-1]) if given["return_lse"] else (0,)
-    shape = gqa_shape(query, given["kv_cache"])
-    return [(shape, given["out_dtype"] or query.dtype), (lse, torch.float32)]
+    return gqa_shape(query, given["kv_cache"]), given["out_dtype"] or query.dtype
 
 
-def sparse_gqa_outputs(given: dict[str, Any]) -> list[Shape]:
-    """Return the output of a sparse grouped-query call, and its LSE, empty unless requested."""
+def sparse_gqa_output(given: dict[str, Any]) -> Shape:
+    """Return the output of a sparse grouped-query call."""
+    return tuple(given["q"].shape), given["q"].dtype
+
+
+def xqa_output(given: dict[str, Any]) -> Shape:
+    """Return the output of a call of ``xqa``."""
     query = given["q"]
-    has_lse = given.get("return_lse", given.get("return_softmax_lse"))
-    lse = tuple(query.shape[:-1]) if has_lse else (0,)
-    return [(tuple(query.shape), query.dtype), (lse, torch.float32)]
-
-
-def xqa_outputs(given: dict[str, Any]) -> list[Shape]:
-    """Return the output of a call of ``xqa``, and its LSE."""
-    query = given["q"]
-    shape = gqa_shape(query, (given["k_cache"], given["v_cache"]))
-    return [(shape, query.dtype), (shape[:-1], torch.float32)]
-
-
-def xqa_mla_outputs(given: dict[str, Any]) -> list[Shape]:
-    """Return the output of a call of ``xqa_mla``."""
-    query = given["q"]
-    return [((*query.shape[:-1], _XQA_MLA_RANK), mla_dtype(query))]
+    return gqa_shape(query, (given["k_cache"], given["v_cache"])), query.dtype
 
 
 def unused_by_xqa(workspace: torch.Tensor) -> dict[str, Any]:

@@ -46,11 +46,23 @@ _library: Any = torch.library.Library("mlagen", "DEF")  # type: ignore[no-untype
 class Op:
     """What the ops of an entry point need to know."""
 
-    outputs: Callable[[dict[str, Any]], Sequence[Shape]]  # of the entry point's arguments
+    output: Callable[[dict[str, Any]], Shape]  # of the entry point's arguments
     has_lse: bool = False
+    is_lse_flat: bool = False  # its query tokens are one axis
     lse_flag: str = "return_lse"  # the parameter that requests it
     fills_lse: bool = False  # a given LSE is written, requested or not
     constants: Callable[[torch.Tensor], dict[str, Any]] | None = None  # arguments, of the workspace
+
+    def outputs(self, given: dict[str, Any]) -> list[Shape]:
+        """Return the output of a call, and its LSE if it has one, empty unless requested."""
+        output = self.output(given)
+        if not self.has_lse:
+            return [output]
+        *tokens, heads = output[0][:-1]
+        if self.is_lse_flat and len(tokens) > 1:
+            tokens = [tokens[0] * tokens[1]]
+        rows = (*tokens, heads) if given.get(self.lse_flag, True) else (0,)
+        return [output, (rows, torch.float32)]
 
 
 # By the name of the entry point: its op, its parameters, and those of them that the op has.
