@@ -110,6 +110,9 @@ def save_deepseek_v4(folder: Path, **others: Any) -> None:
         vocab_size=VOCABULARY,
         hidden_size=4096,  # kernels of hyper-connections have few sizes
         moe_intermediate_size=256,
+        n_routed_experts=8,  # of all experts rounding chooses no others
+        num_experts_per_tok=8,
+        topk_method="noaux_tc",  # vLLM reads it; transformers has no such field
         num_hidden_layers=count,
         num_attention_heads=16,
         num_nextn_predict_layers=1,
