@@ -261,7 +261,10 @@ def stats(*, as_json: bool) -> None:
         "damaged": tally.damaged,
         "toolchain": tally.toolchain,
         "templates": hashlib.sha256("".join(sorted(tally.templates)).encode()).hexdigest(),
-        **{name: _seen(tally.ends.get(name)) for name in ("oldest", "newest", "longest_unused")},
+        **{
+            name: {"key": end[1], "time": end[0]} if (end := tally.ends.get(name)) else None
+            for name in ("oldest", "newest", "longest_unused")
+        },
         "abandoned": {"files": len(abandoned), "size_bytes": sum(abandoned)},
         "groups": [
             {"by": by, "name": name, "entries": count, "size_bytes": size}
@@ -273,10 +276,6 @@ def stats(*, as_json: bool) -> None:
         print_json(document)
     else:
         _print_stats(document)
-
-
-def _seen(end: tuple[str, str] | None) -> dict[str, str] | None:
-    return {"key": end[1], "time": end[0]} if end else None
 
 
 def _print_stats(document: dict[str, Any]) -> None:

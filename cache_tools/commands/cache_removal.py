@@ -72,7 +72,12 @@ def prune(
         rules = [("named", lambda _stored: True)]
     store, choice = kernel_store(), Choice(archs=archs, families=families)
     entries = list(store.entries())
-    removals = list(_removals(entries, choice, rules))
+    removals = [
+        (stored, why)
+        for stored in entries
+        if (why := next((why for why, applies in rules if applies(stored)), None))
+        and choice.matches(stored)
+    ]
     if max_bytes is not None:
         removals += _above(max_bytes, entries, choice, removals)
     for stored, why in removals:
@@ -122,15 +127,6 @@ def _rules(age_s: float | None, *, other_toolchains: bool, other_versions: bool)
             )
         )
     return rules
-
-
-def _removals(
-    entries: Sequence[StoredEntry], choice: Choice, rules: Sequence[_Rule]
-) -> Iterator[tuple[StoredEntry, str]]:
-    for stored in entries:
-        why = next((why for why, applies in rules if applies(stored)), None)
-        if why is not None and choice.matches(stored):
-            yield stored, why
 
 
 def _above(

@@ -150,7 +150,8 @@ def chosen_entries(
             if value not in present:
                 cached = ", ".join(sorted(present)) or "nothing"
                 raise ArgumentError(f"{label}: expected a cached one ({cached}), got {value!r}")
-        found = [stored for stored in found if _may_match(names_of(stored, label), values)]
+        names = ((stored, names_of(stored, label)) for stored in found)
+        found = [stored for stored, own in names if not own or not own.isdisjoint(values)]
     if not found:
         rule = "matching ones" if layers else "matching ones (--layers: read-only layers too)"
         raise ArgumentError(f"kernels: expected {rule}, got none in {store.root}")
@@ -165,7 +166,3 @@ def _named(store: KernelStore, keys: Sequence[str], *, layers: bool) -> Iterable
         return store.entries(layers=layers)
     named = (stored for key in keys for stored in entries_of(store, key))
     return (stored for stored in named if layers or not stored.is_read_only)
-
-
-def _may_match(names: set[str], values: Collection[str]) -> bool:
-    return not names or not names.isdisjoint(values)

@@ -130,12 +130,6 @@ class Manifest:
             got = f"{self.key!r} by {self.toolchain!r}"
             raise DamageError(f"manifest: expected that of {name}, got that of {got}")
 
-    def require_matching_key(self) -> None:
-        """Raise :class:`DamageError` unless the key is the digest of the key fields."""
-        digest = CacheKey(self.key_fields, self.toolchain).digest
-        if digest != self.key:
-            raise DamageError(f"manifest: expected key_fields of {self.key}, got of {digest}")
-
     def require_size(self, size: int, start: int) -> None:
         """Raise :class:`DamageError` unless its file, with contents from ``start``, is whole."""
         expected = start + self.files[CUBIN].size + self.packed_bytes
@@ -266,7 +260,9 @@ def decode(content: bytes) -> tuple[Manifest, bytes]:
 def decode_all(content: bytes) -> tuple[Manifest, dict[str, bytes]]:
     """Return the manifest and all files of an entry, verified, and its key too."""
     manifest, cubin = decode(content)
-    manifest.require_matching_key()
+    digest = CacheKey(manifest.key_fields, manifest.toolchain).digest
+    if digest != manifest.key:
+        raise DamageError(f"manifest: expected key_fields of {manifest.key}, got of {digest}")
     files = {CUBIN: cubin}
     others = [name for name in manifest.files if name != CUBIN]
     total = sum(manifest.files[name].size for name in others)

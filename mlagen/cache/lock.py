@@ -64,11 +64,12 @@ def compile_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
 def _acquire(path: Path, timeout_s: float) -> BaseFileLock | None:
     start = time.monotonic()
     try:
-        from filelock import Timeout
+        from filelock import FileLock, Timeout
 
         if not _is_usable(path.parent):
             return None
-        lock = _new_lock(path)
+        # A new object per call: one object shared by two threads admits both, or neither.
+        lock = FileLock(path, fallback_to_soft=False)
         with suppress(Timeout):
             lock.acquire(timeout=0)
             return lock
@@ -119,13 +120,6 @@ def _wait(lock: BaseFileLock, path: Path, start: float, timeout_s: float) -> boo
             _logger.info("waiting %.0f s for another process to compile: %s", waited_s, path)
         else:
             return True
-
-
-def _new_lock(path: Path) -> BaseFileLock:
-    # A new object per call: one object shared by two threads admits both, or neither.
-    from filelock import FileLock
-
-    return FileLock(path, fallback_to_soft=False)
 
 
 class SingleFlight(Generic[Result]):

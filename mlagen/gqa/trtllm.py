@@ -81,13 +81,6 @@ def check_dcp(
     return {name: lengths, "cp_world": world, "cp_rank": rank}
 
 
-def check_request_order(request_order: object, query: torch.Tensor, seq_lens: torch.Tensor) -> None:
-    """Reject an order of requests of another type or shape; its contents change no result."""
-    if request_order is not None:
-        batch = require_tensor(seq_lens, "seq_lens").shape[:1]
-        require_ints(request_order, "request_order", query.device, (tuple(batch),), "batch")
-
-
 def output_dtype(query: torch.Tensor, out: torch.Tensor | None, out_dtype: object) -> torch.dtype:
     """Return the dtype of the output, by default that of the query."""
     if isinstance(out_dtype, str) and out_dtype == _NVFP4:
@@ -293,7 +286,9 @@ def trtllm_batch_decode_with_kv_cache(
     reject_unserved("o_sf_scale", o_sf_scale, None)
     reject_unserved("o_sf_vec_size", o_sf_vec_size, None)
     reject_unserved("request_order_plan", request_order_plan, None)
-    check_request_order(request_order, query, seq_lens)
+    if request_order is not None:  # its contents change no result
+        batch = tuple(require_tensor(seq_lens, "seq_lens").shape[:1])
+        require_ints(request_order, "request_order", query.device, (batch,), "batch")
     has_lse = require_flag(return_lse, "return_lse") or lse is not None
     dcp = check_dcp(cp_world, cp_rank, causal_seqlens_kv_global, has_lse=has_lse)
     keys, cached_values = pair_of(kv_cache, "kv_cache")

@@ -322,7 +322,9 @@ def xqa(
     require_tensor(output, "output")
     # A launch over a 16-bit cache does not pass it.
     require_scale(kv_scale, "kv_scale", q.device)
-    _check_scale_caches(k_sf_cache, v_sf_cache)
+    if k_sf_cache is not None or v_sf_cache is not None:
+        require_tensor(k_sf_cache, "k_sf_cache")
+        require_tensor(v_sf_cache, "v_sf_cache")
     sizes = {"num_kv_heads": num_kv_heads, "page_size": page_size}
     _check_caches(k_cache, v_cache, kv_layout=kv_layout, **sizes)
     return GqaArgs(
@@ -367,10 +369,3 @@ def _check_caches(
     tokens, heads = (2, 1) if kv_layout == "HND" else (1, 2)
     require_size(num_kv_heads, "num_kv_heads", keys.shape[heads])
     require_size(page_size, "page_size", keys.shape[tokens])
-
-
-def _check_scale_caches(k_sf_cache: object, v_sf_cache: object) -> None:
-    """Reject scales of keys without scales of values, and vice versa."""
-    if k_sf_cache is not None or v_sf_cache is not None:
-        require_tensor(k_sf_cache, "k_sf_cache")
-        require_tensor(v_sf_cache, "v_sf_cache")

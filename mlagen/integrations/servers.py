@@ -37,7 +37,7 @@ def registration(server: str, expected: str) -> Iterator[ExitStack]:
         _logger.warning(
             "%s %s: expected %s, got %s: %s; no backend of mlagen is registered, which is "
             "tested with %s %s",
-            *(server, version, expected, type(error).__name__, _line_of(error)),
+            *(server, version, expected, type(error).__name__, " ".join(str(error).split())),
             *(server, TESTED[server]),
         )
         return
@@ -73,7 +73,3 @@ def is_tested(server: str, version: str) -> bool:
         return SpecifierSet(TESTED[server]).contains(version, prereleases=True)
     except InvalidVersion:
         return False
-
-
-def _line_of(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -100,12 +100,6 @@ def _checked_indices(value: object, argument: str) -> torch.Tensor:
     return indices
 
 
-def _lse_shapes(query: torch.Tensor) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes that an LSE may have: that of the query, or one row for each token."""
-    leading = tuple(query.shape[:-1])
-    return leading, (math.prod(leading[:-1]), leading[-1])
-
-
 def _reject_others(backend: object, lengths: dict[str, object], **given: object) -> None:
     """Reject another backend, lengths of its tables, and what only others of FlashInfer have."""
     word = require_choice(backend, "backend", (*_BACKENDS, *_UNSERVED_BACKENDS))
@@ -289,6 +283,8 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         require_tensor(extra_sparse_topk_lens, "extra_sparse_topk_lens")
         extra_row, name = EXTRA_ROW_FORMATS[dtype], "compressed_kv_cache"
         extra_cache = _pages_of(compressed_kv_cache, name, extra_row, query, layout)
+    leading = tuple(query.shape[:-1])
+    per_token = (math.prod(leading[:-1]), leading[-1])
     return MlaArgs(
         query=rows,
         kv_cache=cache,
@@ -302,7 +298,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         bmm1_scale=bmm1_scale,
         bmm2_scale=bmm2_scale,
         sinks=unwrap_sinks(sinks),
-        lse=dense_target(lse, "lse", query, torch.float32, _lse_shapes(query)),
+        lse=dense_target(lse, "lse", query, torch.float32, (leading, per_token)),
         return_lse=return_lse,
         return_lse_base=return_lse_base,
         top_k=indices.shape[-1],

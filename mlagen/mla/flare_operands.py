@@ -133,8 +133,9 @@ def dense_keys(k: torch.Tensor, kv_scales: torch.Tensor | None, columns: int | N
     require(total <= INT32_MAX, "k.shape", f"{INT32_MAX} keys or fewer in all", list(k.shape))
     columns = num_keys if columns is None else columns
     rows = torch.arange(batch * columns, dtype=torch.int32, device=k.device)
-    blocks = _view_as_pages(k, total)
-    if blocks is None:  # the strides allow no view: a contiguous copy
+    try:
+        blocks = k.view(total, 1, k.shape[3])
+    except RuntimeError:  # the strides allow no view: a contiguous copy
         blocks = k.reshape(total, 1, k.shape[3]) if columns else k.new_empty((0, 1, k.shape[3]))
         kv_scales = kv_scales if columns or kv_scales is None else kv_scales[:0]
     return Keys(
@@ -150,14 +151,6 @@ def dense_keys(k: torch.Tensor, kv_scales: torch.Tensor | None, columns: int | N
 def as_int32(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of 32-bit integers as int32."""
     return tensor if tensor.dtype is torch.int32 else tensor.view(torch.int32)
-
-
-def _view_as_pages(k: torch.Tensor, total: int) -> torch.Tensor | None:
-    """Return a view of dense keys as pages of one token, if the strides allow it."""
-    try:
-        return k.view(total, 1, k.shape[3])
-    except RuntimeError:
-        return None
 
 
 def _squeezed_scales(scales: torch.Tensor, argument: str) -> torch.Tensor:
@@ -260,16 +253,10 @@ def compute_padded(
         query=q.flatten(0, 1),
         cu_seqlens_q=cu_seqlens_q,
         seq_lens=torch.stack([seq_lens, torch.zeros_like(seq_lens)], dim=1).flatten(),
-        block_table=_duplicated_rows(keys.block_table.view(torch.int32)),
+        block_table=keys.block_table.view(torch.int32).repeat_interleave(2, dim=0),
         max_q_len=q_len,
         rows=rows,
     )
-
-
-def _duplicated_rows(table: torch.Tensor) -> torch.Tensor:
-    """Return ``table[batch, max_pages]`` with each row repeated."""
-    batch, max_pages = table.shape
-    return table[:, None].expand(batch, 2, max_pages).reshape(2 * batch, max_pages)
 
 
 def _checked_lengths(

@@ -40,6 +40,13 @@ class Mask:
     """The tokens of its request that a query token attends to."""
 
     parts: ClassVar[tuple[str, ...]] = ()  # fields, for an op: numbers, tensors and masks
+    sizes: ClassVar[tuple[str, ...]] = ()  # those of them that are ints, 1 or more
+
+    def __post_init__(self) -> None:
+        """Convert the sizes."""
+        for name in self.sizes:
+            size = require_whole_number(getattr(self, name), name, min_value=1)
+            object.__setattr__(self, name, size)
 
     def bias(self, rows: QueryRows) -> torch.Tensor:
         """Return the bias of the scores, fp32 ``[tokens, heads or 1, width]``."""
@@ -80,12 +87,8 @@ class CausalMask(Mask):
 class SlidingWindowCausalMask(Mask):
     """The last ``window`` tokens up to and including ``Q`` are unmasked."""
 
-    parts = ("window",)
+    parts = sizes = ("window",)
     window: int
-
-    def __post_init__(self) -> None:
-        """Reject an empty window."""
-        _set_size(self, "window")
 
     def attends(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
         """Return True from ``Q - window + 1`` to ``Q``."""
@@ -97,12 +100,8 @@ class SlidingWindowCausalMask(Mask):
 class SlidingWindowNonCausalMask(Mask):
     """The tokens after ``Q - window`` are unmasked, including those after ``Q``."""
 
-    parts = ("window",)
+    parts = sizes = ("window",)
     window: int
-
-    def __post_init__(self) -> None:
-        """Reject an empty window."""
-        _set_size(self, "window")
 
     def attends(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
         """Return True from ``Q - window + 1`` on."""
@@ -113,12 +112,8 @@ class SlidingWindowNonCausalMask(Mask):
 class ChunkedMask(Mask):
     """The tokens in the chunk of ``size`` of ``Q`` are unmasked, including those after ``Q``."""
 
-    parts = ("size",)
+    parts = sizes = ("size",)
     size: int
-
-    def __post_init__(self) -> None:
-        """Reject empty chunks."""
-        _set_size(self, "size")
 
     def attends(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
         """Return True in the chunk of ``Q``."""
@@ -233,12 +228,6 @@ def _both(mask: OrMask | AndMask, rows: QueryRows) -> tuple[torch.Tensor, torch.
         part = getattr(mask, name)
         require(isinstance(part, Mask), f"mask.{name}", "a mask", type(part).__name__)
     return mask.a.bias(rows), mask.b.bias(rows)
-
-
-def _set_size(mask: Mask, name: str) -> None:
-    """Convert a field of a frozen mask to an int, 1 or more."""
-    size = require_whole_number(getattr(mask, name), name, min_value=1)
-    object.__setattr__(mask, name, size)
 
 
 def empty_bias(mask: Mask, q: torch.Tensor, batch: int) -> torch.Tensor:

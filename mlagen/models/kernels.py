@@ -99,7 +99,9 @@ def model_specs(
             left_out.append(f"{model.name}: {made}")
         else:
             specs |= dict.fromkeys(made)
-            writers |= dict.fromkeys(_writers(arch, model.dtype, variant))
+            if isinstance(variant, MlaVariant):  # tokens are quantized into rows
+                facts = arch, model.dtype, variant.kv_dtype, sum(variant.head_dims)
+                writers |= dict.fromkeys(write_rows_specs_of(*facts))
     if not specs:
         raise ArgumentError(left_out[len(model.left_out)])
     for sentence in dict.fromkeys(left_out):
@@ -185,13 +187,6 @@ def call_specs(
         return error
 
 
-def _writers(arch: Arch, dtype: DType, variant: MlaVariant | GqaVariant) -> Iterable[KernelSpec]:
-    """Return the kernels that quantize tokens of a dtype into the rows of a cache."""
-    if not isinstance(variant, MlaVariant):
-        return ()
-    return write_rows_specs_of(arch, dtype, variant.kv_dtype, sum(variant.head_dims))
-
-
 def _mla_calls(model: MlaModel, use: ServingOptions) -> Iterator[tuple[MlaVariant, int]]:
     """Yield the variant of each call, with the query rows per sequence."""
     heads = list(_call_heads(model, use))
@@ -209,9 +204,10 @@ def _mla_calls(model: MlaModel, use: ServingOptions) -> Iterator[tuple[MlaVarian
                 page_size=page_size,
                 lookup=lookup,
             )
+            is_fp8 = lookup == "sparse" and kv is DType.FP8_DS_MLA
             for count, dcp in heads:
                 yield from mla_calls(variant, count, use.q_lens, dcp)
-                if _is_converted(variant, count, dcp):
+                if is_fp8 and count >= CONVERSION_MIN_HEADS and dcp == 1:  # a long prefill in vLLM
                     bf16 = replace(variant, kv_dtype=DType.BF16, page_size=max(PAGE_SIZES))
                     yield bf16, count
 
@@ -247,12 +243,6 @@ def _gqa_calls(model: GqaModel, use: ServingOptions) -> Iterator[tuple[GqaVarian
         if block > 1:  # beside layers without blocks; a block is a page
             sparse = replace(variant, page_size=block, sparse_block=block)
             yield from ((sparse, group) for group in groups)
-
-
-def _is_converted(variant: MlaVariant, heads: int, dcp: int) -> bool:
-    """Whether a long sparse prefill in vLLM takes the kernel of bf16 rows."""
-    is_fp8 = variant.lookup == "sparse" and variant.kv_dtype is DType.FP8_DS_MLA
-    return is_fp8 and heads >= CONVERSION_MIN_HEADS and dcp == 1
 
 
 def _call_heads(model: MlaModel | GqaModel, use: ServingOptions) -> Iterator[tuple[int, int]]:

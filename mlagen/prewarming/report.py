@@ -128,16 +128,11 @@ def unit_of(
         key=key.digest,
         toolchain=entry.manifest.toolchain if entry else key.toolchain,
         status=status,
-        ms=ms_since(start),
+        ms=round((time.perf_counter() - start) * 1e3, 3),
         reason=reason,
         error=error,
         **fields,
     )
-
-
-def ms_since(start: float) -> float:
-    """Return the milliseconds since ``start``, by :func:`time.perf_counter`."""
-    return round((time.perf_counter() - start) * 1e3, 3)
 
 
 class Progress:

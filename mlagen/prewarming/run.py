@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from mlagen.cache.store import kernel_store
@@ -125,7 +124,8 @@ def prewarm(
     start = time.perf_counter()
     if jobs is not None:
         jobs = require_whole_number(jobs, "jobs", min_value=1)
-    options = _BuildOptions(
+    build = partial(
+        _build_missing,
         jobs=jobs or usable_jobs(),
         timeout_s=_timeout(timeout_s, isolate=require_flag(isolate, "isolate")),
         fail_fast=require_flag(fail_fast, "fail_fast"),
@@ -152,7 +152,7 @@ def prewarm(
         for unit in look_up_all(specs, is_dry=True):
             progress.report("finished", unit.spec, unit)
     else:
-        _prewarm_all(specs, options, devices, progress)
+        _prewarm_all(specs, build, devices, progress)
     units = tuple(progress.finished[spec] for spec in specs)
     ms = (time.perf_counter() - start) * 1e3
     return PrewarmReport(
@@ -172,18 +172,9 @@ def _timeout(timeout_s: float | None, *, isolate: bool) -> float | None:
     return seconds
 
 
-@dataclass(frozen=True, kw_only=True)
-class _BuildOptions:
-    """Options of building kernels."""
-
-    jobs: int
-    timeout_s: float | None  # of the process of each kernel; None: in this process
-    fail_fast: bool
-
-
 def _prewarm_all(
     specs: Sequence[KernelSpec],
-    options: _BuildOptions,
+    build: Callable[..., None],
     devices: dict[int, Arch],
     progress: Progress,
 ) -> None:
@@ -201,7 +192,7 @@ def _prewarm_all(
             for unit in missing:
                 progress.report("finished", unit.spec, unit)
             raise
-        _build_missing(missing, options, progress, may_stay_in_memory=bool(devices))
+        build(missing, progress, may_stay_in_memory=bool(devices))
     for spec in specs:
         for device, arch in devices.items():
             if spec.arch == arch and progress.finished[spec].status in {"hit", "built"}:
@@ -211,19 +202,21 @@ def _prewarm_all(
 
 def _build_missing(
     missing: Sequence[PrewarmUnit],
-    options: _BuildOptions,
     progress: Progress,
     *,
+    jobs: int,
+    timeout_s: float | None,  # of the process of each kernel; None: in this process
+    fail_fast: bool,
     may_stay_in_memory: bool,
 ) -> None:
     if not may_stay_in_memory:
         kernel_store().require_writable()
-    processes = None if options.timeout_s is None else CompileProcesses(options.timeout_s)
+    processes = None if timeout_s is None else CompileProcesses(timeout_s)
     build_all(
         missing,
-        options.jobs,
+        jobs,
         partial(build_unit, processes=processes, may_stay_in_memory=may_stay_in_memory),
         progress,
-        fail_fast=options.fail_fast,
+        fail_fast=fail_fast,
         stop=processes.stop if processes else lambda: None,
     )

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from mlagen.families.common.memory import require_memory
-from mlagen.families.common.no_backward import reject_backward
+from mlagen.families.common.no_backward import reject_backward, wants_grad
 from mlagen.families.workspace import max_workspace_bytes
 from mlagen.runtime.capture import is_capturing
 from mlagen.runtime.semaphores import reserve_semaphores
@@ -195,7 +195,7 @@ def as_op(name: str, *values: Any) -> Any:
     if op.lse_flag in given:
         given[op.lse_flag] = has_lse
     flat = flatten_args(arguments, given)
-    if out is None or _wants_grad(flat):
+    if out is None or wants_grad(_tensors_of(flat)):
         results = getattr(torch.ops.mlagen, name).default(*flat)
         out = _copied_if_given(out, results[0] if op.has_lse else results)
         if has_lse:
@@ -216,10 +216,6 @@ def as_op(name: str, *values: Any) -> Any:
 def _copied_if_given(given: torch.Tensor | None, result: Any) -> torch.Tensor:
     tensor: torch.Tensor = result
     return tensor if given is None else given.copy_(tensor.view(given.shape))
-
-
-def _wants_grad(values: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors_of(values))
 
 
 def _tensors_of(values: Sequence[Any]) -> Iterator[torch.Tensor]:

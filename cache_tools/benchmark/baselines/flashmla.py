@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -149,25 +149,35 @@ def _dense_fp8(ops: Any, inputs: Inputs) -> Call:
 
 def _sparse(op: Any, inputs: Inputs) -> Call:
     """Return the call over `fp8_ds_mla` rows; without a rope part their size does not name them."""
-    heads, queries = inputs.case.heads, _padded(inputs)
     caches = [keys.data.view(torch.float8_e4m3fn) for keys in inputs.keys]
     kv_format = None if inputs.case.qk_rope_head_dim else "V32_NO_ROPE"
+    lists = [(cache, inputs.topk_indices, None) for cache in caches]  # and no lengths
+    return _list_call(op, inputs, _padded(inputs), lists, (), kv_format)
+
+
+def _list_call(
+    op: Any,
+    inputs: Inputs,
+    queries: list[torch.Tensor],
+    first: Sequence[tuple[Any, ...]],
+    second: Sequence[tuple[Any, ...]],
+    kv_format: str | None,
+) -> Call:
+    """Return the call over caches with top-k indices and lengths, and maybe over second ones."""
     metadata: list[Any] = [None, None]
 
     def call(index: int) -> torch.Tensor:
         out, _, metadata[0], metadata[1] = op(
             queries[index],
-            caches[index],
-            inputs.topk_indices,
-            None,  # top-k lengths
+            *first[index],
             None,  # sinks
             *metadata,
-            *(None,) * 3,  # a second cache with its top-k indices and lengths
+            *(second[index] if second else (None,) * 3),
             KV_LORA_RANK,
             inputs.scale,
             kv_format,
         )
-        result: torch.Tensor = out[..., :heads, :]
+        result: torch.Tensor = out[..., : inputs.case.heads, :]
         return result
 
     return call
@@ -189,7 +199,7 @@ def _two_pools(op: Any, inputs: PoolInputs) -> Call:
 
 
 def _two_pool_call(op: Any, inputs: PoolInputs, batch: int) -> Call:
-    heads, q_len = inputs.case.heads, len(inputs.swa[0].lengths) // batch
+    q_len = len(inputs.swa[0].lengths) // batch
     queries = [query.view(batch, q_len, *query.shape[2:]) for query in _padded(inputs)]
 
     def pool(keys: list[Stored], lists: list[TopkList]) -> list[tuple[torch.Tensor, ...]]:
@@ -203,23 +213,8 @@ def _two_pool_call(op: Any, inputs: PoolInputs, batch: int) -> Call:
         ]
 
     swa, extra = pool(inputs.keys, inputs.swa), pool(inputs.extra_keys, inputs.extra)
-    metadata: list[Any] = [None, None]
-
-    def call(index: int) -> torch.Tensor:
-        out, _, metadata[0], metadata[1] = op(
-            queries[index],
-            *swa[index],
-            None,  # sinks
-            *metadata,
-            *(extra[index] if extra else (None,) * 3),
-            KV_LORA_RANK,
-            inputs.scale,
-            None,  # the format, which the size of the rows names
-        )
-        result: torch.Tensor = out[..., :heads, :]
-        return result
-
-    return call
+    # The size of the rows names the format.
+    return _list_call(op, inputs, queries, swa, extra, None)
 
 
 def _sparse_16bit(op: Any, inputs: Inputs) -> Call:

@@ -71,10 +71,13 @@ def plan_sm80(spec: MlaSm80Spec | GqaSm80Spec, shape: ProblemShape, sm_count: in
         num_ctas = shape.batch * m_tiles
     else:
         rows = shape.total_rows // shape.kv_heads
-        num_ctas = m_tiles = _ragged_tiles(rows, tile.block_m, shape.batch)
+        # A tile holds rows of one sequence. Sequence b owns the tiles from floor(its first row /
+        # block_m) + b on: as many as its rows need, or one more.
+        num_ctas = m_tiles = rows // tile.block_m + shape.batch
     num_ctas *= shape.kv_heads * slices
-    if spec.split_tokens:
-        splits = _fixed_splits(spec, shape)
+    if spec.split_tokens:  # a window may begin and end inside a split
+        splits = -(-shape.max_kv_len // spec.split_tokens) + (1 if shape.is_windowed else 0)
+        splits = max(1, min(splits, spec.max_splits))
     else:
         splits = _splits(
             num_ctas,
@@ -94,21 +97,6 @@ def plan_sm80(spec: MlaSm80Spec | GqaSm80Spec, shape: ProblemShape, sm_count: in
         row_splits_offset=row_splits_offset,
         workspace_bytes=row_splits_offset + (shape.total_rows * 4 if has_row_splits else 0),
     )
-
-
-def _ragged_tiles(total_rows: int, block_m: int, batch: int) -> int:
-    """Return the M tiles of ragged sequences, whose query lengths are on the device.
-
-    A tile holds rows of one sequence. Sequence b owns the tiles from ``floor(its first row /
-    block_m) + b`` on: as many as its rows need, or one more.
-    """
-    return total_rows // block_m + batch
-
-
-def _fixed_splits(spec: MlaSm80Spec | GqaSm80Spec, shape: ProblemShape) -> int:
-    """Return the most fixed splits of a sequence; a window may begin and end inside a split."""
-    splits = -(-shape.max_kv_len // spec.split_tokens) + (1 if shape.is_windowed else 0)
-    return max(1, min(splits, spec.max_splits))
 
 
 def _splits(
