@@ -84,7 +84,8 @@ def merge_state(
     v_a = check_values(v_a, "v_a", 3)
     v_b = check_like(v_b, "v_b", v_a, "v_a")
     s_a, s_b = check_lse(s_a, "s_a", v_a, "v_a"), check_lse(s_b, "s_b", v_a, "v_a")
-    return _combined(States(v_a, s_a), States(v_b[:, None], s_b[:, None]), base)
+    out, lse = combine_states(States(v_a, s_a), States(v_b[:, None], s_b[:, None]), base)
+    return out, lse
 
 
 def merge_state_in_place(
@@ -146,7 +147,6 @@ def merge_state_in_place(
         base,
         into=States(v, s),
         mask=mask,
-        by_kernel=_may_launch(v, v_other),
     )
 
 
@@ -186,18 +186,8 @@ def merge_states(
         n, _, heads, head_dim = v.shape
         out = v.new_zeros(n, heads, head_dim)
         return out, s.new_full((n, heads), -math.inf)
-    return _combined(States(v[:, 0], s[:, 0]), States(v[:, 1:], s[:, 1:]), base)
-
-
-def _combined(first: States, others: States, base: str) -> tuple[torch.Tensor, torch.Tensor]:
-    by_kernel = _may_launch(first.out, others.out)
-    out, lse = combine_states(first, others, base, by_kernel=by_kernel)
+    out, lse = combine_states(States(v[:, 0], s[:, 0]), States(v[:, 1:], s[:, 1:]), base)
     return out, lse
-
-
-def _may_launch(*tensors: torch.Tensor) -> bool:
-    """Whether a kernel may compute the result: nothing traces the call or needs a gradient."""
-    return not (is_compiling() or is_traced() or wants_grad(tensors))
 
 
 def check_values(value: object, argument: str, dims: int) -> torch.Tensor:
@@ -243,20 +233,24 @@ def combine_states(
     *,
     into: States | None = None,
     mask: torch.Tensor | None = None,
-    by_kernel: bool = True,
 ) -> States:
     """Return the state of each row over the keys of all its states, ``others`` in their order.
 
     The result is written into ``into`` where ``mask`` is true, or else is new. A state of weight
-    zero adds nothing, even NaN.
+    zero adds nothing, even NaN. No kernel computes what is traced or needs a gradient.
     """
     target = into or States(
         torch.empty_like(first.out, memory_format=torch.contiguous_format),
         torch.empty_like(first.lse, memory_format=torch.contiguous_format),
     )
-    plan = _plan_of(first, others, target) if by_kernel else None
+    needs_torch = is_compiling() or is_traced() or wants_grad((first.out, others.out))
+    plan = None if needs_torch else _plan_of(first, others, target)
     if plan is not None:
-        _launch(plan, first, others, base, target, mask)
+        kernel = kernel_for(plan.spec, first.out.device.index)
+        places = [tensor.data_ptr() for state in (first, others, target) for tensor in state]
+        places.insert(4, 0 if mask is None else mask.data_ptr())
+        values: tuple[float | bytes, ...] = (*places, plan.constants, LSE_FACTORS[base])
+        launch(kernel, plan.num_ctas, True, values)
         return target
     out, lse = _combined_by_torch(
         torch.cat((first.out[:, None], others.out), dim=1),
@@ -324,7 +318,9 @@ def _plan(
     values = {"total_rows": n * heads, "heads": heads, "num_others": num_others}
     names = ("first_out", "first_lse", "other_out", "other_lse", "out", "lse")
     for name, of_tensor in zip(names, strides, strict=True):
-        values |= _strides(name, of_tensor)
+        axes = ("", "_state", "_head") if name.startswith("other") else ("", "_head")
+        pairs = zip(axes, of_tensor, strict=False)  # an output has dense dims, too
+        values |= {f"{name}{axis}_stride": stride for axis, stride in pairs}
     num_ctas = -(-n * heads * 32 // spec.threads)
     return _Plan(spec, num_ctas, ParameterPacking(spec).pack_constants(values))
 
@@ -332,38 +328,3 @@ def _plan(
 def _gpu_of(tensor: torch.Tensor) -> int | None:
     index: int = tensor.device.index
     return index if tensor.device.type == "cuda" else None
-
-
-def _launch(
-    plan: _Plan,
-    first: States,
-    others: States,
-    base: str,
-    target: States,
-    mask: torch.Tensor | None,
-) -> None:
-    launch(
-        kernel_for(plan.spec, first.out.device.index),
-        plan.num_ctas,
-        True,
-        (
-            first.out.data_ptr(),
-            first.lse.data_ptr(),
-            others.out.data_ptr(),
-            others.lse.data_ptr(),
-            0 if mask is None else mask.data_ptr(),
-            target.out.data_ptr(),
-            target.lse.data_ptr(),
-            plan.constants,
-            LSE_FACTORS[base],
-        ),
-    )
-
-
-def _strides(name: str, strides: tuple[int, ...]) -> dict[str, int]:
-    """Return the strides of rows, states if any, and heads, by parameter."""
-    found = {f"{name}_stride": strides[0]}
-    has_states = name.startswith("other")
-    if has_states:
-        found[f"{name}_state_stride"] = strides[1]
-    return found | {f"{name}_head_stride": strides[2 if has_states else 1]}

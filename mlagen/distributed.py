@@ -282,11 +282,8 @@ class _Exchange(NamedTuple):
 
     def pack(self) -> None:
         """Copy the results over the tokens of this rank into messages."""
-        by_kernel = not (is_compiling() or is_traced())
         # A copy: without other states the first one stays as it is.
-        combine_states(
-            self.computed, self.nothing, "base2", into=self.messages, by_kernel=by_kernel
-        )
+        combine_states(self.computed, self.nothing, "base2", into=self.messages)
 
     def combine(self, base: str, group: dist.ProcessGroup | None) -> States:
         """Send each rank the results of its heads, and return those of this rank, combined.
@@ -298,7 +295,7 @@ class _Exchange(NamedTuple):
         dist.all_to_all_single(self.received, self.sent, group=group)
         if is_eager and (self.out.device.type == "cpu" or current_settings().checks_contents):
             self._require_results()
-        out, lse = combine_states(self.first, self.others, base, by_kernel=is_eager)
+        out, lse = combine_states(self.first, self.others, base)
         return States(out.view(*self.out.shape[:-2], *out.shape[1:]), lse)
 
     def reject(self, group: dist.ProcessGroup | None) -> None:

@@ -162,21 +162,11 @@ def gc(*, as_json: bool) -> None:
     freed = sum(weight.size_bytes for weight in collected.evicted)
     if as_json:
         evicted = [
-            {
-                "path": str(weight.path),
-                "size_bytes": weight.size_bytes,
-                "used": iso_time(weight.used),
-            }
-            for weight in collected.evicted
+            {"path": str(one.path), "size_bytes": one.size_bytes, "used": iso_time(one.used)}
+            for one in collected.evicted
         ]
-        print_json(
-            {
-                "cache_dir": str(store.root),
-                "abandoned": collected.abandoned,
-                "evicted": evicted,
-                "freed_bytes": freed,
-            }
-        )
+        document = {"cache_dir": str(store.root), "abandoned": collected.abandoned}
+        print_json({**document, "evicted": evicted, "freed_bytes": freed})
     abandoned = count_text(collected.abandoned, "abandoned file")
     kernels = count_text(len(collected.evicted), "kernel")
     click.echo(

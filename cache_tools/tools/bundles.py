@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
@@ -16,7 +16,7 @@ from .interrupts import summarized
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mlagen.cache.bundle import BundledEntry, BundleSummary
+    from mlagen.cache.bundle import BundleSummary
 
     from ..output.report import Command
 
@@ -112,7 +112,7 @@ def import_and_report(
     if as_json:
         rows = [
             {**row, "outcome": outcome}
-            for row, outcome in zip(_rows(bundle.entries), outcomes, strict=True)
+            for row, outcome in zip(map(asdict, bundle.entries), outcomes, strict=True)
         ]
         document = {"cache_dir": str(store.root), "dry_run": dry_run, **bundle_facts(bundle, name)}
         print_json({**document, "totals": totals, "entries": rows})
@@ -127,7 +127,7 @@ def import_and_report(
 def report_written(written: BundleSummary, place: str, verb: str, *, as_json: bool) -> None:
     """Report a bundle or wheel written to ``place``."""
     if as_json:
-        print_json({**bundle_facts(written, place), "entries": _rows(written.entries)})
+        print_json({**bundle_facts(written, place), "entries": [*map(asdict, written.entries)]})
     size = size_text(written.size_bytes)
     print_bundle(f"{verb} {_kernels(written)} to {place}, {size}", written.sha256, as_json=as_json)
 
@@ -148,19 +148,6 @@ def bundle_facts(bundle: BundleSummary, place: str) -> dict[str, Any]:
         "content_bytes": bundle.content_bytes,
         "archs": bundle.archs,
     }
-
-
-def _rows(entries: Iterable[BundledEntry]) -> list[dict[str, Any]]:
-    return [
-        {
-            "key": entry.key,
-            "toolchain": entry.toolchain,
-            "family": entry.family,
-            "arch": entry.arch,
-            "size_bytes": entry.size_bytes,
-        }
-        for entry in entries
-    ]
 
 
 def _kernels(bundle: BundleSummary) -> str:

@@ -118,14 +118,8 @@ def iso_time(seconds: float) -> str | None:
 
 # Fields that only a manifest holds.
 _MANIFEST_FIELDS = (
-    "family",
-    "spec",
-    "resources",
-    "dynamic_shared_bytes",
-    "line_info",
-    "compile_ms",
-    "created",
-    "created_by",
+    *("family", "spec", "resources", "dynamic_shared_bytes", "line_info", "compile_ms"),
+    *("created", "created_by"),
 )
 _CREATED_FIELDS = ("because", "time", "host", "pid", "python", "mlagen")
 _RESOURCE_FIELDS = (

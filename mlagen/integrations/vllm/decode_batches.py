@@ -14,9 +14,8 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
 
 from mlagen.decode import xqa_batch_decode_with_kv_cache as decode
-from mlagen.integrations.vllm.warm_up import WARM_UP, Group, Named
+from mlagen.integrations.vllm.warm_up import WARM_UP, Named, WarmedGroup
 from mlagen.integrations.warm_up import Calls, gqa_calls, workspace
-from mlagen.models.kernels import PAGE_SIZES
 from mlagen.spec.dtype import DType
 
 # Of metadata: masks that mlagen has not.
@@ -25,12 +24,6 @@ _OTHER_MASKS = ("mm_prefix_range_tensor", "rswa_window")
 
 class Sm90Backend(Named):
     """What every GQA backend of mlagen says of itself."""
-
-    @classmethod
-    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
-        """Return the page sizes that prewarming compiles, into which vLLM splits larger blocks."""
-        del kv_cache_spec
-        return list(PAGE_SIZES)
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -43,18 +36,12 @@ class Sm90Backend(Named):
         return False
 
 
-class DecodeBatchesBuilder(Group):
+class DecodeBatchesBuilder(WarmedGroup):
     """Of a metadata builder: full graphs hold batches of decode alone."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
 
     num_heads_q: int
-
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
-        self.add_to_warm_up(layer_names)
 
     @property
     def kv_dtype(self) -> torch.dtype | DType:

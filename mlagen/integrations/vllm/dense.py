@@ -18,7 +18,6 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import (
     AttentionType,
-    MultipleOf,
 )
 
 from mlagen.integrations.servers import follow_batch_invariance
@@ -207,12 +206,6 @@ class MlagenMLABackend(Named, MLACommonBackend):
     supported_kv_cache_dtypes: ClassVar[list[str]] = [
         *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
     ]
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Return the page sizes that prewarming compiles, into which vLLM splits larger blocks."""
-        del kv_cache_spec
-        return list(PAGE_SIZES)
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:

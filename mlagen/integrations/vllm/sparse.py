@@ -293,8 +293,8 @@ class MlagenSparseMLABackend(MlagenMLABackend):
         FP8_DS_MLA,
     ]
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         """Return any block size, which :func:`pages_of` splits into pages.
 
         vLLM cannot split blocks among those of other layers, as models with an indexer have them.

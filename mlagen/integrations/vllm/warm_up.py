@@ -18,7 +18,7 @@ from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
 
 from mlagen.integrations.warm_up import Calls, gqa_calls, mla_calls, warm_up
-from mlagen.models.kernels import page_size_of
+from mlagen.models.kernels import PAGE_SIZES, page_size_of
 from mlagen.spec.mla.variant import MlaVariant
 
 _SWA_CACHE = ".swa_cache"  # ends the name of the cache of recent tokens of a layer of DeepSeek-V4
@@ -47,6 +47,12 @@ class Named:
         """Return the class that builds the metadata of a batch."""
         return cls.builder
 
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
+        """Return the page sizes that prewarming compiles, into which vLLM splits larger blocks."""
+        del kv_cache_spec
+        return list(PAGE_SIZES)
+
 
 class Group:
     """Beside a builder of vLLM, which is that of a group of layers with one KV cache."""
@@ -72,6 +78,16 @@ class Group:
 
     def warm_up_prefill(self) -> None:
         """Compile what another library prefills with; of most groups vLLM does."""
+
+
+class WarmedGroup(Group):
+    """A group that is added once its builder is made."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
+        self.add_to_warm_up(layer_names)
 
 
 class WarmUp(VllmJitKernel[Calls]):
@@ -153,13 +169,7 @@ class MlaGroup(Group):
 def warmed_backend_of(theirs: Any, calls_of: Callable[[Any], Iterable[Calls]]) -> Any:
     """Return vLLM's backend of some layers, whose builder warms up ``calls_of`` itself."""
 
-    class MlagenMetadataBuilder(Group, theirs.get_builder_cls()):  # type: ignore[misc]
-        def __init__(
-            self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-        ) -> None:
-            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-            self.add_to_warm_up(layer_names)
-
+    class MlagenMetadataBuilder(WarmedGroup, theirs.get_builder_cls()):  # type: ignore[misc]
         def decode_calls(self) -> Iterable[Calls]:
             """Return the calls of mlagen for the layers of the group."""
             return calls_of(self)

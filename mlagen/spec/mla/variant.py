@@ -105,30 +105,14 @@ class MlaSupport:
 
 _ALL_DIMS = ((512, 64), (256, 64), (512, 0))
 _16BIT_DTYPES = (DType.BF16, DType.FP16)
+_OF_ONE_DTYPE = (PLAIN, SPARSE, SEPARATE, BIAS, DCP)
 SUPPORTED = (
     *(
-        MlaSupport(
-            query_dtype=dtype,
-            kv_dtype=dtype,
-            head_dims=_ALL_DIMS,
-            modes=(PLAIN, SPARSE, SEPARATE, BIAS, DCP),
+        MlaSupport(query_dtype=query, kv_dtype=kv, head_dims=_ALL_DIMS, modes=modes)
+        for query, kv, modes in (
+            *((dtype, dtype, _OF_ONE_DTYPE) for dtype in (*_16BIT_DTYPES, DType.E4M3)),
+            *((dtype, DType.E4M3, (PLAIN, SPARSE, SEPARATE, DCP)) for dtype in _16BIT_DTYPES),
         )
-        for dtype in _16BIT_DTYPES
-    ),
-    MlaSupport(
-        query_dtype=DType.E4M3,
-        kv_dtype=DType.E4M3,
-        head_dims=_ALL_DIMS,
-        modes=(PLAIN, SPARSE, SEPARATE, BIAS, DCP),
-    ),
-    *(
-        MlaSupport(
-            query_dtype=dtype,
-            kv_dtype=DType.E4M3,
-            head_dims=_ALL_DIMS,
-            modes=(PLAIN, SPARSE, SEPARATE, DCP),
-        )
-        for dtype in _16BIT_DTYPES
     ),
     *(
         MlaSupport(
@@ -166,9 +150,8 @@ def require_supported(variant: MlaVariant) -> None:
 
     Raises UnsupportedError, whose message lists the supported values.
     """
-    for row in SUPPORTED:
-        if row.covers(variant):
-            return
+    if any(row.covers(variant) for row in SUPPORTED):
+        return
     rows = [
         row
         for row in SUPPORTED
