@@ -60,29 +60,13 @@ def entry_point(
 ) -> Callable[[Callable[P, Any]], Callable[P, ResultT]]:
     """Return a decorator of a function that returns the arguments of a call of its family.
 
-    Parameters
-    ----------
-    calls
-        The calls of the family.
-    outputs
-        The parameters that are outputs which the caller gives, in the order of the results.
-    returns
-        The result.
-    ignored
-        The parameters that affect neither checks nor launches.
-    length
-        The parameter, an int, that affects the scheduling only, by its most significant bits.
-    plan
-        The parameter that has, besides anything else, ``tensors``, a ``key`` of everything else
-        that a launch depends on, and the length ``max_kv_len``.
-    op
-        The op that a traced call becomes; None: a traced call does not get here.
-
-    Raises
-    ------
-    ValueError
-        If a parameter has a name of the generated text, or is a float of 0.0 by default, which no
-        replay distinguishes from -0.0.
+    ``calls`` has the calls of the family. ``outputs`` names the parameters of outputs that the
+    caller gives, in the order of the results, and ``returns`` is the result. Parameters in
+    ``ignored`` affect neither checks nor launches; ``length``, an int, affects the scheduling only,
+    by its most significant bits; ``plan`` has, besides anything else, ``tensors``, a ``key`` of
+    everything else that a launch depends on, and the length ``max_kv_len``. A traced call becomes
+    ``op``; with None it does not get here. Raises ValueError if a parameter has a name of the
+    generated text, or is a float of 0.0 by default, which no replay distinguishes from -0.0.
     """
 
     def decorate(function: Callable[P, Any]) -> Callable[P, ResultT]:

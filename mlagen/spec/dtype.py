@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import Enum
 
-from mlagen.spec.rows import RowFormat, require_distinct_rows
+from mlagen.spec.rows import RowFormat
 
 
 class DType(Enum):
@@ -136,7 +136,6 @@ EXTRA_ROW_FORMATS = {
     DType.FP8_DSV41_INLINE: DSV41_INLINE_ROW,
     DType.FP8_DSV41_INLINE_FP4_CA: DSV41_INLINE_FP4_ROW,
 }
-require_distinct_rows(ROW_FORMATS)
 
 
 def row_dtype_of(width: int, elements: int) -> DType:

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import combinations
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from mlagen.spec.dtype import DType
 
 CODE_BITS = {"e4m3": 8, "e2m1": 4}
 CODE_MAX = {"e4m3": 448.0, "e2m1": 6.0}  # the largest number of a code
 SCALE_BYTES = {"fp32": 4, "ue8m0": 1, "e4m3": 1}
-
-_CHUNK_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +15,7 @@ class RowFormat:
 
     The first elements of a token are codes with a scale for each group, the others are bf16. Its
     data row has the codes, inline scales if any, and the bf16 elements. Checks, CPU backend,
-    writers, benchmark and ``mla_sm80`` follow the fields; sm90 kernels have fewer formats. Raises
-    ValueError if no kernel reads such rows.
+    writers, benchmark and ``mla_sm80`` follow the fields; sm90 kernels have fewer formats.
     """
 
     scaled_elements: int = 512  # the codes
@@ -40,22 +32,6 @@ class RowFormat:
     value_elements: int = 512  # the first elements of a token are its value, too
     is_named: bool = False  # by the call; other formats follow from the width of a cache
     holds_queries: bool = False  # the query of a call has such rows, too
-
-    def __post_init__(self) -> None:
-        elements, group = self.scaled_elements, self.group
-        per_chunk = _CHUNK_BYTES * 8 // self.code_bits
-        smallest = per_chunk if self.code == "e4m3" else 16
-        if group % smallest or elements % group:
-            rule = f"a multiple of {smallest} that divides {elements} (scaled_elements)"
-            raise ValueError(f"group: expected {rule}, got {group}")
-        if self.scales_bf16 and group != elements:
-            rule = f"{elements} (scaled_elements) with scales_bf16"
-            raise ValueError(f"group: expected {rule}, got {group}")
-        if not self.bf16_elements or not {64, 0}.issuperset(self.bf16_elements):
-            raise ValueError(f"bf16_elements: expected 64 or 0, got {self.bf16_elements}")
-        if (size := self.bf16_offset) % _CHUNK_BYTES:
-            rule = f"a multiple of {_CHUNK_BYTES}"
-            raise ValueError(f"bytes before the bf16 elements: expected {rule}, got {size}")
 
     @property
     def has_inline_scales(self) -> bool:
@@ -128,19 +104,3 @@ class RowFormat:
         size = self.row_bytes(elements)
         is_padded = elements == self.scaled_elements and width > size
         return self.has(elements) and (width == size or is_padded)
-
-
-def require_distinct_rows(formats: dict[DType, RowFormat]) -> None:
-    """Reject formats of uint8 rows if the width of a cache may be that of two.
-
-    Raises ValueError, whose message names both.
-    """
-    unnamed = [(dtype, row) for dtype, row in formats.items() if not row.is_named]
-    for (one, row), (other, another) in combinations(unnamed, 2):
-        for rest in row.bf16_elements:
-            elements = row.scaled_elements + rest
-            width = max(row.row_bytes(elements), another.row_bytes(elements))
-            if row.fits(width, elements) and another.fits(width, elements):
-                rule = f"rows of other widths than those of {one}"
-                found = f"{width} bytes for {elements} elements"
-                raise ValueError(f"{other}: expected {rule}, got {found}")
