@@ -315,7 +315,6 @@ def test_a_list_takes_less_than_a_second(many: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "output"),
     [
-        ("cache ls --sort age", DONE, "10000 kernels by nvrtc-"),
         ("cache stats", DONE, "kernels          10000, "),
         ("cache prune --max-size 0 --dry-run", DONE, "would remove 10000 kernels"),
         (

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -33,10 +33,13 @@ OPTIONS = "--arch sm_80 --family combine,gqa_sm80 --dtype bf16 --page-size 16"
 KERNELS = ("prewarm", *OPTIONS.split())
 
 
-@pytest.mark.parametrize("isolate", [(), ("--isolate",)], ids=["threads", "processes"])
-@pytest.mark.parametrize("after_s", [0.0, 0.15, 0.4, 0.8])
+@pytest.mark.parametrize(
+    ("isolate", "after_s"),
+    [((), 0.0), ((), 0.4), (["--isolate"], 0.15), (["--isolate"], 0.8)],
+    ids=["threads, at once", "threads, later", "processes, at once", "processes, later"],
+)
 def test_repeated_interrupts_count_as_one(
-    after_s: float, isolate: tuple[str, ...], cache_dir: Path
+    after_s: float, isolate: Sequence[str], cache_dir: Path
 ) -> None:
     """Kept kernels are counted, and no traceback, process or temporary file remains."""
     process = start(*KERNELS, "-j", "2", *isolate, before=BEGIN, start_new_session=True)

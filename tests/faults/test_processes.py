@@ -47,7 +47,7 @@ def test_a_child_forked_after_a_compilation_hits_and_compiles() -> None:
 
 @pytest.mark.timeout(90)
 def test_children_forked_during_a_compilation_compile_and_do_not_hang(tmp_path: Path) -> None:
-    """Twenty children at any moment of it: each gets the right kernel, and so does the parent."""
+    """Twelve children at any moment of it: each gets the right kernel, and so does the parent."""
     nvrtc, decode = find_nvrtc(), render(DECODE)
     right = compile_anywhere(PROBE, SM_80, nvrtc).code
 
@@ -57,14 +57,14 @@ def test_children_forked_during_a_compilation_compile_and_do_not_hang(tmp_path: 
 
     statuses, codes = [], set()
     with ThreadPoolExecutor(1) as pool:
-        for moment in range(5):
+        for moment in (0, 0.15, 0.3):
             parent = pool.submit(compile_anywhere, decode, DECODE.arch, nvrtc)
             wait_for(lambda: process._active_compiles)
-            time.sleep(0.1 * moment)
+            time.sleep(moment)
             statuses += crowd(4, work, seconds=20)
             codes.add(parent.result().code)
 
-    assert statuses == [0] * 20
+    assert statuses == [0] * 12
     assert len(codes) == 1
     # A fast or idle machine may finish the compilation before a fork.
     assert received(tmp_path).count(True) >= 4
@@ -202,7 +202,7 @@ time.sleep(float(sys.argv[2]))
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("kind", "moment"),
-    [("daemon", "0"), ("daemon", "0.2"), ("daemon", "0.4"), ("thread", "0.1")],
+    [("daemon", "0"), ("daemon", "0.3"), ("thread", "0.1")],
 )
 def test_a_process_that_ends_while_it_compiles_ends_well(
     kind: str, moment: str, cache_dir: Path
