@@ -85,8 +85,11 @@ def deepseek_v3() -> Any:
 
 
 V4_LAYERS = ("sliding", "compressed_sparse", "heavily_compressed", "sliding")
+V4_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 # What SGLang reads as DeepSeek's own configuration has it; the last ratio is of the draft layer.
 V4_OF_SGLANG: dict[str, Any] = {
+    "expert_dtype": "fp8",
+    "quantization_config": V4_FP8,
     "compress_ratios": [0, 4, 128, 0, 0],
     "num_hash_layers": 0,
     "first_k_dense_replace": 0,
@@ -98,13 +101,13 @@ V4_OF_SGLANG: dict[str, Any] = {
 def save_deepseek_v4(folder: Path, **others: Any) -> None:
     """Save the configuration of a DeepSeek-V4 of each kind of layers, without weights.
 
-    Its checkpoints are in FP8, which no class of transformers writes: an engine draws the weights.
-    Other keys replace those that transformers writes for what they say.
+    An engine draws them, in bf16: where inputs of layers are rounded to FP8, the last bit of an
+    attention output may move one by a sixteenth. Other keys replace those that transformers writes
+    for what they say.
     """
     from transformers import DeepseekV4Config
 
     count = len(V4_LAYERS)
-    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     DeepseekV4Config(
         architectures=["DeepseekV4ForCausalLM"],
         vocab_size=VOCABULARY,
@@ -119,8 +122,6 @@ def save_deepseek_v4(folder: Path, **others: Any) -> None:
         max_position_embeddings=4096,
         layer_types=[f"{kind}_attention" for kind in V4_LAYERS],
         mlp_layer_types=["moe"] * count,
-        expert_dtype="fp8",
-        quantization_config=fp8,
     ).save_pretrained(folder)
     if others:
         file = folder / "config.json"
