@@ -45,6 +45,12 @@ def reject(argument: str, expected: object, got: object) -> NoReturn:
     raise ArgumentError(f"{argument}: expected {expected}, got {value}")
 
 
+def require(condition: bool, argument: str, expected: object, got: object) -> None:
+    """Raise :class:`ArgumentError` naming the argument, the rule and the value."""
+    if not condition:
+        reject(argument, expected, got)
+
+
 def reject_dtype(argument: str, expected: object, dtype: object) -> NoReturn:
     """Raise as :func:`reject` does, or :class:`UnsupportedError` for a format without a kernel."""
     if isinstance(dtype, _of("torch", "dtype")) and str(dtype) in _UNSERVED:

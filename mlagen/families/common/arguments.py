@@ -16,6 +16,7 @@ from mlagen.values import (
     is_scalar,
     reject,
     reject_dtype,
+    require,
     require_choice,
     require_flag,
     require_float32,
@@ -29,6 +30,7 @@ __all__ = [
     "INT32_MAX",
     "reject",
     "reject_dtype",
+    "require",
     "require_choice",
     "require_flag",
     "require_float32",
@@ -49,12 +51,6 @@ INDEX_DTYPES = (torch.int32, torch.uint32)
 
 # Bytes of one cp.async or vector store, which need an address aligned to them.
 ALIGNMENT_BYTES = 16
-
-
-def require(condition: bool, argument: str, expected: object, got: object) -> None:
-    """Raise :class:`ArgumentError` naming the argument, the rule and the value."""
-    if not condition:
-        reject(argument, expected, got)
 
 
 def reject_unserved(keyword: str, value: object, nothing: object) -> None:

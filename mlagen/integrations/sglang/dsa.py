@@ -14,6 +14,7 @@ from mlagen.integrations.sglang.runner import check, serve_drafts, warm_up_mla
 from mlagen.integrations.warm_up import workspace
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 from mlagen.spec.dtype import DType
+from mlagen.values import require
 
 _ROW_BYTES = DType.FP8_DS_MLA.row_bytes(576)  # as FlashMLA reads it
 
@@ -26,14 +27,11 @@ def backend_of(runner: Any, name: str) -> MlagenDSABackend:
     check(runner, name, MlagenDSABackend)
     backend = MlagenDSABackend(runner)
     is_fp8 = backend.kv_cache_dtype == torch.float8_e4m3fn
-    if is_fp8 and backend.kv_cache_dim != _ROW_BYTES:
-        raise ValueError(
-            f"{name}: expected rows of {_ROW_BYTES} bytes in an FP8 cache, got "
-            f"{backend.kv_cache_dim}; pass --kv-cache-dtype bfloat16 or --dsa-prefill-backend "
-            "flashmla_kv"
-        )
-    if backend.dcp_size > 1:
-        raise ValueError(f"{name}: expected --dcp-size 1, got {backend.dcp_size}")
+    row_bytes = backend.kv_cache_dim
+    advice = "pass --kv-cache-dtype bfloat16 or --dsa-prefill-backend flashmla_kv"
+    rule = f"rows of {_ROW_BYTES} bytes in an FP8 cache"
+    require(not is_fp8 or row_bytes == _ROW_BYTES, name, rule, f"{row_bytes}; {advice}")
+    require(backend.dcp_size <= 1, name, "--dcp-size 1", backend.dcp_size)
     introduce(name, handle_attention_dsa)
     serve_drafts(name, "dsa", MlagenDSABackend)
     warm_up_mla(

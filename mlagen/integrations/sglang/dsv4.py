@@ -22,6 +22,7 @@ from mlagen.integrations.sglang.runner import (
     serve_drafts,
     warm_up,
 )
+from mlagen.values import require
 
 _KERNEL = "_flash_mla_with_kvcache"
 
@@ -32,21 +33,15 @@ def backend_of(runner: Any, name: str) -> MlagenDSV4Backend:
     Raises ValueError if no kernel serves the model, its cache or the options.
     """
     check(runner, name, MlagenDSV4Backend)
-    if prefill_name(runner) != name:
-        raise ValueError(
-            f"--attention-backend: expected {name} for prefill too, got {prefill_name(runner)}"
-        )
-    kernels = get_exec().kernel.dsv4_attn_backend
-    if kernels != "flashmla" or get_platform().is_sm120:
-        raise ValueError(
-            f"{name}: expected a GPU and options where SGLang calls FlashMLA, got "
-            f"--dsv4-attn-backend {kernels}"
-        )
+    prefill, kernels = prefill_name(runner), get_exec().kernel.dsv4_attn_backend
+    require(prefill == name, "--attention-backend", f"{name} for prefill too", str(prefill))
+    is_flash_mla = kernels == "flashmla" and not get_platform().is_sm120
+    rule = "a GPU and options where SGLang calls FlashMLA"
+    require(is_flash_mla, name, rule, f"--dsv4-attn-backend {kernels}")
     row_bytes = runner.token_to_kv_pool.get_swa_key_bytes_per_token()
-    if row_bytes != ROW_BYTES:
-        raise ValueError(f"{name}: expected rows of {ROW_BYTES} bytes, got {row_bytes}")
-    if _KERNEL not in vars(DeepseekV4AttnBackend)["_forward_attention"].__code__.co_names:
-        raise ValueError(f"{name}: expected SGLang's DeepseekV4AttnBackend.{_KERNEL}, got none")
+    require(row_bytes == ROW_BYTES, name, f"rows of {ROW_BYTES} bytes", row_bytes)
+    names = vars(DeepseekV4AttnBackend)["_forward_attention"].__code__.co_names
+    require(_KERNEL in names, name, f"SGLang's DeepseekV4AttnBackend.{_KERNEL}", "none")
     backend = MlagenDSV4Backend(runner)
     serve_drafts(name, "dsv4", MlagenDSV4Backend)
     warm_up(call for layer in layers_of(runner) for call in dsv4_calls(layer.tp_q_head_num))

@@ -20,6 +20,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from mlagen.msa_ops import msa_sparse_decode_attention
 from mlagen.sparse import qsa_sparse_paged_attention
+from mlagen.values import require
 
 _LAYERS = "sglang.srt.layers.attention"
 _BLOCKS = f"{_LAYERS}.minimax_sparse_ops.minimax_sparse.flash_decode_with_gqa_share_sparse"
@@ -60,10 +61,8 @@ def serve(runner: Any, backend: Any) -> list[dict[str, Any]]:
 
 def _hook(target: str, function: Callable[..., Any]) -> None:
     expected, got = _NEEDS[target].split(), list(inspect.signature(resolve_name(target)).parameters)
-    if not {*expected} <= {*got}:
-        raise ValueError(
-            f"mlagen_mha: expected SGLang's {target}({', '.join(expected)}), got ({', '.join(got)})"
-        )
+    rule = f"SGLang's {target}({', '.join(expected)})"
+    require({*expected} <= {*got}, "mlagen_mha", rule, f"({', '.join(got)})")
     HookRegistry.register(target, function, HookType.AROUND)
     HookRegistry.apply_hooks()
     _logger.info("Using mlagen_mha for the decode of %s.", target)

@@ -21,6 +21,7 @@ from mlagen.integrations.sglang.runner import (
     warm_up,
 )
 from mlagen.integrations.warm_up import gqa_calls, workspace
+from mlagen.values import require
 
 
 def backend_of(runner: Any, name: str) -> MlagenMHABackend:
@@ -35,23 +36,15 @@ def backend_of(runner: Any, name: str) -> MlagenMHABackend:
             f"--prefill-attention-backend: expected another backend than {name}, which is for "
             "decode only, such as fa3"
         )
-    if get_parallel().dcp_enabled:
-        raise ValueError(f"{name}: expected --dcp-size 1, got {get_parallel().attn_dcp_size}")
+    parallel = get_parallel()
+    require(not parallel.dcp_enabled, name, "--dcp-size 1", parallel.attn_dcp_size)
     layers = layers_of(runner)
     for layer in layers:
-        if layer.head_dim != layer.v_head_dim:
-            raise ValueError(
-                f"{name}: expected keys and values of one head dim, got {layer.head_dim} and "
-                f"{layer.v_head_dim}"
-            )
-        if layer.logit_cap and layer.logit_capping_method != "tanh":
-            rule = "a logit_cap by tanh"
-            raise ValueError(f"{name}: expected {rule}, got {layer.logit_capping_method}")
-        if layer.xai_temperature_len > 0:
-            rule = "scores of one temperature"
-            raise ValueError(
-                f"{name}: expected {rule}, got one from {layer.xai_temperature_len} on"
-            )
+        dims, method = (layer.head_dim, layer.v_head_dim), str(layer.logit_capping_method)
+        both, start = f"{dims[0]} and {dims[1]}", layer.xai_temperature_len
+        require(dims[0] == dims[1], name, "keys and values of one head dim", both)
+        require(not layer.logit_cap or method == "tanh", name, "a logit_cap by tanh", method)
+        require(start <= 0, name, "scores of one temperature", f"one from {start} on")
     check(runner, name, MlagenMHABackend)
     serve_drafts(name, "trtllm_mha", MlagenMHABackend)
     backend = MlagenMHABackend(runner)

@@ -24,6 +24,7 @@ from mlagen.integrations.servers import follow_batch_invariance
 from mlagen.integrations.sglang import DSV4, MHA, is_deepseek_v4
 from mlagen.integrations.warm_up import Calls, mla_calls
 from mlagen.integrations.warm_up import warm_up as warm_up_on
+from mlagen.values import reject, require
 
 _DTYPES = {
     "dtype": (torch.bfloat16, torch.float16),
@@ -41,26 +42,23 @@ def check(runner: Any, name: str, backend: type) -> None:
     Raises ValueError if SGLang's class has other methods, or a layer would be computed wrong.
     """
     for method, expected, got in _changed_methods(backend):
-        raise ValueError(f"{name}: expected SGLang's {method}{expected}, got {got}")
+        reject(name, f"SGLang's {method}{expected}", got)
     _follow_deterministic_inference()
     for architecture in runner.model_config.hf_config.architectures or ():
-        if is_deepseek_v4(architecture) != (name == DSV4):
-            raise ValueError(
-                f"{name}: expected {DSV4} for DeepSeek-V4 and V4.1, whose attention is SGLang's "
-                f"dsv4, and for no other model, got {architecture}"
-            )
-    if (get_spec().speculative_eagle_topk or 1) > 1:
-        raise ValueError(
-            f"--speculative-eagle-topk: expected 1 with {name}, whose drafts have no tree mask, "
-            f"got {get_spec().speculative_eagle_topk}"
-        )
+        whose = f"{DSV4} for DeepSeek-V4 and V4.1, whose attention is SGLang's dsv4"
+        is_of_backend = is_deepseek_v4(architecture) == (name == DSV4)
+        require(is_of_backend, name, f"{whose}, and for no other model", architecture)
+    width, rule = (
+        get_spec().speculative_eagle_topk,
+        f"1 with {name}, whose drafts have no tree mask",
+    )
+    require((width or 1) == 1, "--speculative-eagle-topk", rule, width)
     for field, dtypes in _DTYPES.items():
         dtype = getattr(runner, field)
-        if dtype not in dtypes:
-            raise ValueError(f"{field}: expected one of {dtypes} with {name}, got {dtype}")
+        require(dtype in dtypes, field, f"one of {dtypes} with {name}", str(dtype))
     for layer in layers_of(runner):
-        if layer.logit_cap and name != MHA:
-            raise ValueError(f"{name}: expected layers without logit_cap, got {layer.logit_cap}")
+        has_cap = bool(layer.logit_cap)
+        require(name == MHA or not has_cap, name, "layers without logit_cap", layer.logit_cap)
     # Qwen3.8 is read token by token, whatever the pages.
     if runner.page_size % 16 and not is_qwen_qsa(runner.model_config.hf_config):
         _logger.warning(
@@ -71,10 +69,8 @@ def check(runner: Any, name: str, backend: type) -> None:
 
 def _follow_deterministic_inference() -> None:
     is_on = get_exec().deterministic.enable_deterministic_inference
-    if is_on and not follow_batch_invariance(is_on):
-        raise ValueError(
-            "--enable-deterministic-inference: expected MLAGEN_BATCH_INVARIANT=1, got 0"
-        )
+    is_followed = not is_on or follow_batch_invariance(is_on)
+    require(is_followed, "--enable-deterministic-inference", "MLAGEN_BATCH_INVARIANT=1", "0")
 
 
 def prefill_name(runner: Any) -> str | None:

@@ -25,6 +25,7 @@ from mlagen.integrations.vllm.warm_up import WARM_UP, MlaGroup, Named
 from mlagen.integrations.warm_up import workspace
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 from mlagen.models.kernels import PAGE_SIZES
+from mlagen.values import require
 
 FP8_DS_MLA = "fp8_ds_mla"  # a dtype of a KV cache
 
@@ -109,12 +110,10 @@ class MlagenMLAMetadataBuilder(MlaGroup, MLACommonMetadataBuilder[MLACommonMetad
             kv_cache_spec, layer_names, vllm_config, device, supports_dcp_with_varlen=True
         )
         # The causal mask of speculative tokens on a DCP rank needs the global index of its tokens.
-        interleave = self.cp_kv_cache_interleave_size
-        if self.dcp_world_size > 1 and self.reorder_batch_threshold > 1 and interleave != 1:
-            raise ValueError(
-                "cp_kv_cache_interleave_size: expected 1 for speculative tokens with decode "
-                f"context parallel, got {interleave}"
-            )
+        needs_index = self.dcp_world_size > 1 and self.reorder_batch_threshold > 1
+        label, tokens = "cp_kv_cache_interleave_size", self.cp_kv_cache_interleave_size
+        rule = "1 for speculative tokens with decode context parallel"
+        require(not needs_index or tokens == 1, label, rule, tokens)
         self.add_to_warm_up(layer_names)
 
     def _build_decode(

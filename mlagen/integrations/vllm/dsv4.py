@@ -18,6 +18,7 @@ from mlagen.integrations.dsv4 import (
 )
 from mlagen.integrations.vllm.warm_up import WARM_UP, Group, warmed_backend_of
 from mlagen.integrations.warm_up import Calls
+from mlagen.values import require
 
 _logger = init_logger("vllm.mlagen")
 
@@ -35,11 +36,8 @@ def attention_of(flash_mla: Any) -> Any:
         def __init__(self, *args: Any, **layer: Any) -> None:
             super().__init__(*args, **layer)
             row_bytes = self.swa_cache_layer.packed_bytes_per_token
-            if row_bytes != ROW_BYTES:
-                raise ValueError(
-                    f"--attention-backend: expected rows of {ROW_BYTES} bytes with "
-                    f"MLAGEN_MLA_SPARSE, got {row_bytes}"
-                )
+            rule = f"rows of {ROW_BYTES} bytes with MLAGEN_MLA_SPARSE"
+            require(row_bytes == ROW_BYTES, "--attention-backend", rule, row_bytes)
             WARM_UP.register_warmup()
 
         def _alloc_attn_out(self, num_tokens: int, hidden_states: torch.Tensor) -> torch.Tensor:

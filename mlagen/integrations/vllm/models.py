@@ -15,6 +15,8 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
+from mlagen.values import require
+
 # The models, with the module of the layers of each.
 MODELS = {
     "DeepseekV4ForCausalLM": "vllm.models.deepseek_v4.nvidia.model",
@@ -33,6 +35,7 @@ MODELS = {
     ),
 }
 _OURS, _NAME, _GQA_NAME = "MLAGEN_", "MLAGEN_MLA_SPARSE", "MLAGEN_GQA"
+_OPTION = "--attention-backend"
 _logger = logging.getLogger("mlagen")
 
 
@@ -80,17 +83,11 @@ def choosing(theirs: Callable[[Any], Any]) -> Callable[[Any], Any]:
         chosen, names = theirs(vllm_config), _names_of(vllm_config.attention_config)
         if not names:
             return chosen
-        if names != {_NAME}:
-            raise ValueError(
-                f"--attention-backend: expected {_NAME} for DeepSeek-V4 and V4.1, got "
-                f"{' and '.join(sorted(names))}"
-            )
+        rule = f"{_NAME} for DeepSeek-V4 and V4.1"
+        require(names == {_NAME}, _OPTION, rule, " and ".join(sorted(names)))
         flash_mla = getattr(sys.modules[theirs.__module__], "DeepseekV4FlashMLAAttention", None)
-        if chosen is not flash_mla:
-            raise ValueError(
-                f"--attention-backend: expected {_NAME} where vLLM calls FlashMLA for DeepSeek-V4 "
-                f"and V4.1, got it for {chosen.__name__}"
-            )
+        rule = f"{_NAME} where vLLM calls FlashMLA for DeepSeek-V4 and V4.1"
+        require(chosen is flash_mla, _OPTION, rule, f"it for {chosen.__name__}")
         return import_module("mlagen.integrations.vllm.dsv4").attention_of(chosen)
 
     return choose
@@ -109,11 +106,9 @@ def choosing_msa(theirs: Callable[..., Any]) -> Callable[..., Any]:
         if config is None or _GQA_NAME not in _names_of(config.attention_config):
             return chosen
         backend, impl = chosen
-        if impl.__name__ != "MiniMaxM3SparseTritonImpl":
-            raise ValueError(
-                f"--attention-backend: expected {_GQA_NAME} where vLLM calls Triton for the sparse "
-                f"layers of MiniMax-M3, got it for {impl.__name__}"
-            )
+        is_triton = impl.__name__ == "MiniMaxM3SparseTritonImpl"
+        rule = f"{_GQA_NAME} where vLLM calls Triton for the sparse layers of MiniMax-M3"
+        require(is_triton, _OPTION, rule, f"it for {impl.__name__}")
         ours = import_module("mlagen.integrations.vllm.msa")
         return ours.backend_of(backend), ours.impl_of(impl)
 
