@@ -1,23 +1,21 @@
 """Supported kernels, for every architecture that the installed NVRTC knows.
 
-fp16 kernels are their bf16 twins with another instruction, and page sizes differ in a constant: one
-of each is compiled, and of the sm90 kernels that copy small pages in another way, two.
+Compiled is what may spill. `LIKE_ANOTHER` lists kernels that take no more registers than another
+one, or far fewer than they may. fp16 kernels are their bf16 twins with another instruction, and
+page sizes differ in a constant: one of each is compiled, and of mla_sm90_fp8, which has the fewest
+registers of the sm90 kernels that copy small pages in another way, two.
 A kernel with sparse indices, separate values, a bias or DCP, without RoPE, with a smaller latent or
 with e4m3 output takes few registers more than its plain twin (at most 16 of 255), whatever its
-dtypes: the largest tile of each is compiled where query and cache have one dtype, and of the sparse
-sm90 kernels of bf16 queries the smallest one, too; none with two of these is. Sparse indices, and
-sm90 kernels without RoPE, are compiled over every dtype: conversions depend on what is loaded.
-Of mla_sm90_fp8kv with FP8 queries the largest tile is compiled, which has 128 registers: the others
-take 117 at most. A head dim of 64 of gqa_sm80 takes 206 of 255, and is compiled over bf16 alone.
-8 rows of gqa_sm90 with a head dim of 64 take 111 of 168, and several KV heads per CTA three more
-than one: both are compiled over NVFP4 alone, which takes the most.
+dtypes: the largest tile of each is compiled where query and cache have one dtype, and of mla_sm80,
+which takes 188 with FP8 values, over bf16 alone; none with two of these is. Sparse indices, and
+kernels without RoPE, are compiled over every dtype of sm90: conversions depend on what is loaded.
 Kernels over two pools are compiled on sm_80 and sm_90a: over one format of both, and over two.
 
 - sm_80: the sm80 kernels. Its ISA does not convert e4m3, so its kernels need the most registers.
-- sm_90a: the sm90 kernels; of gqa_sm90 no tile between the smallest and the largest.
-- sm_90a, and sm_120f, which has the least shared memory: the largest sm80 kernel of each dtype.
-- sm_86, which has the instructions of sm_80 and the memory of sm_120f: these, over bf16 and e4m3.
-- The others, which have the limits and the instructions of one of these: the largest, over bf16.
+- sm_90a: the sm90 kernels, and the largest sm80 kernel of each dtype.
+- sm_86, which has the instructions of sm_80 and the memory of sm_120f, and sm_120f, which has the
+  least shared memory: the largest sm80 kernels of bf16 queries.
+- The others, which have the limits and the instructions of one of these: the largest of mla_sm80.
 
 ``MLAGEN_TEST_KERNELS=all`` compiles every kernel of every architecture, in about an hour of one
 core.
@@ -34,7 +32,7 @@ import pytest
 
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.families import batch_invariant, specs_of
+from mlagen.spec.families import FAMILIES, batch_invariant, specs_of
 from mlagen.spec.gqa.sm80 import GqaTile
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from mlagen.spec.kernel import KernelSpec
@@ -87,8 +85,8 @@ def problems_of(spec: KernelSpec) -> list[str]:
 
 
 HOPPER = ("mla_sm90", "mla_sm90_fp8", "mla_sm90_fp8kv", "gqa_sm90")
+DECODE_SM80 = ("mla_sm80", "gqa_sm80")
 SAMPLE = {"page_size": ("64",), "query_dtype": ("bf16", "e4m3", "fp8_per_token")}
-BF16_OR_E4M3 = {"query_dtype": ("bf16", "e4m3")}
 USUAL = {
     **SAMPLE,
     "lookup": ("paged",),
@@ -100,13 +98,35 @@ USUAL = {
     "out_dtype": ("bf16",),
     "head_dim_vo": ("128", "512"),
 }
-FEW = {**USUAL, "kv_dtype": ("bf16",), "head_dim_vo": ("512",)}
+FEW = {**USUAL, "query_dtype": ("bf16",), "kv_dtype": ("bf16",), "head_dim_vo": ("512",)}
 FILTERS = {
     "sm_80": SAMPLE,
-    "sm_86": {**FEW, "query_dtype": ("bf16",), "kv_dtype": ("bf16", "e4m3")},
+    "sm_86": {**FEW, "kv_dtype": ("bf16", "e4m3")},
     "sm_90a": USUAL,
-    "sm_120f": {**USUAL, "head_dim": ("256",)},
+    "sm_120f": {**FEW, "kv_dtype": ("bf16", "e4m3", "nvfp4"), "head_dim": ("256",)},
 }
+FAMILIES_ON = {"sm_80": FAMILIES, "sm_90a": FAMILIES, "sm_86": DECODE_SM80, "sm_120f": DECODE_SM80}
+FP8 = ("e4m3", "fp8_per_token")
+GQA_NOT_FP4 = ("bf16", "e4m3", "e5m2", "int8")  # NVFP4 takes the most registers
+# Kernels that are not compiled, by their fields: each takes no more registers than the one that
+# the comment names, or as many of those that it may have.
+LIKE_ANOTHER: tuple[dict[str, Collection[str]], ...] = (
+    {"kv_dtype": ["e5m2"], "arch": ["sm_80", "sm_120f"]},  # e4m3
+    {"kv_dtype": ["e5m2"], "head_dim": ["64", "256"]},  # e4m3
+    {"family": ["write_rows"], "prologue": ["none"], "arch": ["sm_80"]},  # with a prologue
+    {"family": ["mla_sm80"], "query_dtype": ["e4m3"], "kv_dtype": ["fp8_ds_mla"]},  # bf16
+    {"family": ["gqa_sm80"], "head_dim": ["64"], "kv_dtype": ["e4m3", "int8", "nvfp4"]},  # 206/255
+    {"family": ["gqa_sm80"], "head_dim": ["128"], "block_m": ["16"], "kv_dtype": GQA_NOT_FP4},
+    {"family": ["gqa_sm90"], "head_dim": ["64", "128"], "block_m": ["16"]},  # 8 and 32 rows
+    {"family": ["gqa_sm90"], "head_dim": ["64"], "block_m": ["8"]},  # 111/168
+    {"family": ["gqa_sm90"], "head_dim": ["128"], "block_m": ["8"], "kv_dtype": GQA_NOT_FP4},
+    {"family": ["gqa_sm90"], "kv_heads_per_cta": ["2", "4"], "kv_dtype": GQA_NOT_FP4},
+    {"family": ["gqa_sm90"], "kv_heads_per_cta": ["2"], "head_dim": ["128"]},  # 4 heads
+    {"family": ["mla_sm90_fp8kv"], "query_dtype": FP8, "block_m": ["16", "32"]},  # 117/128
+    {"family": ["mla_sm90_fp8kv"], "lookup": ["paged"], "block_m": ["16"]},  # 108/128
+    {"family": ["mla_sm90_fp8kv"], "kv_dtype": ["fp8_ds_mla"], "block_m": ["32"]},  # e4m3
+    {"family": ["mla_sm90_fp8kv"], "kv_dtype": ["fp8_dsv41"], "block_m": ["32"]},  # fp8_dsv4
+)
 # Of two pools: the others differ in offsets, or read each of the formats in one of these.
 # The sm90 kernel has none of two formats.
 POOLS = {"lookup": ("two_pools",), "kv_dtype": ("fp8_dsv4", "fp8_dsv41_fp4_ca")}
@@ -135,27 +155,31 @@ def sample_of(arch: Arch) -> list[KernelSpec]:
         sample += specs_of(arch, HOPPER[:3], **SAMPLE)
         sample += specs_of(arch, HOPPER[3:], page_size=("64",), query_dtype=("bf16",))
         small_pages = {"page_size": ("16",), "lookup": ("paged",), "block_m": ("16",)}
-        sample += specs_of(arch, HOPPER[:2], **small_pages, **BF16_OR_E4M3)
+        sample += specs_of(arch, ["mla_sm90_fp8"], **small_pages)
         sample += specs_of(arch, ["mla_sm80"], **POOLS)
-    sample = [
-        spec
-        for spec in sample
-        if not is_over_pools(spec)
-        or has_values(spec, HOPPER_POOLS if spec.family in HOPPER else POOLS)
-    ]
+    families = FAMILIES_ON.get(str(arch), ("mla_sm80",))
+    sample = [spec for spec in sample if spec.family in families and not is_like_another(spec)]
     largest: dict[tuple[str | None, ...], KernelSpec] = {}
     for spec in sample:
         kind = (spec.family, *map(spec.key_fields().get, KIND))
         if kind not in largest or size_of(spec) > size_of(largest[kind]):
             largest[kind] = spec
     few = set(largest.values())
-    chosen = {spec for spec in sample if str(arch) in WHOLE or spec.family in HOPPER}
     return [
         spec
         for spec in sample
-        if (spec in few and (changes_of(spec) == 0 or stands_for_a_choice(spec)))
-        or (spec in chosen and is_needed(spec))
+        if (spec in few and stands_for_a_choice(spec))
+        or (changes_of(spec) == 0 and (spec in few or str(arch) in WHOLE or spec.family in HOPPER))
     ]
+
+
+def is_like_another(spec: KernelSpec) -> bool:
+    """Return whether another kernel that is compiled stands for this one."""
+    if is_over_pools(spec):
+        pools = HOPPER_POOLS if spec.family in HOPPER else POOLS
+        if not has_values(spec, pools):
+            return True
+    return any(has_values(spec, row) for row in LIKE_ANOTHER)
 
 
 def size_of(spec: KernelSpec) -> tuple[int, ...]:
@@ -164,34 +188,16 @@ def size_of(spec: KernelSpec) -> tuple[int, ...]:
     return (*(int(fields.get(name, 0)) for name in ("block_m", "head_dim")), spec.shared_bytes)
 
 
-def is_needed(spec: KernelSpec) -> bool:
-    """Return whether a kernel is compiled beside the largest tile of its kind."""
-    fields = spec.key_fields()
-    if changes_of(spec) == 0:
-        is_narrow = fields.get("head_dim") == "64" and spec.family == "gqa_sm80"
-        is_between = spec.family == "gqa_sm90" and fields["block_m"] == "16"
-        is_between &= fields.get("head_dim") != "256"  # which has no tile of 32 rows
-        is_small = spec.family == "gqa_sm90" and fields["block_m"] == "8"
-        is_small &= fields.get("head_dim") == "64" or fields.get("kv_heads_per_cta") != "1"
-        is_fp8 = spec.family == "mla_sm90_fp8kv" and fields["query_dtype"] != "bf16"
-        return not is_between and not (
-            (is_narrow and fields["kv_dtype"] != "bf16")
-            or (is_small and fields["kv_dtype"] != "nvfp4")
-            or (is_fp8 and fields["block_m"] != "64")
-        )
-    # Of the sm90 kernels the register budget of the smallest tile is as tight.
-    choices = [fields.get(name) for name in ("block_m", "mask", "qk_rope_head_dim", "query_dtype")]
-    return spec.family in HOPPER and choices == ["16", "causal", "64", "bf16"]
-
-
 def stands_for_a_choice(spec: KernelSpec) -> bool:
     """Return whether the kernel differs in one choice, and is compiled for all with it."""
     fields = spec.key_fields()
-    is_of_loads = fields.get("lookup") == "sparse" or (
-        spec.family in HOPPER and fields.get("qk_rope_head_dim") == "0"
-    )
-    has_one_dtype = fields.get("query_dtype") == fields.get("kv_dtype")
-    return changes_of(spec) == 1 and (has_one_dtype or is_of_loads or "out_dtype" in fields)
+    dtypes = fields.get("query_dtype"), fields.get("kv_dtype")
+    if spec.family == "mla_sm80":
+        is_compiled = dtypes == ("bf16", "bf16")
+    else:
+        is_of_loads = fields.get("lookup") == "sparse" or fields.get("qk_rope_head_dim") == "0"
+        is_compiled = dtypes[0] == dtypes[1] or is_of_loads or "out_dtype" in fields
+    return changes_of(spec) == 1 and is_compiled
 
 
 def changes_of(spec: KernelSpec) -> int:
@@ -207,8 +213,9 @@ def is_over_pools(spec: KernelSpec) -> bool:
 
 
 def has_values(spec: KernelSpec, wanted: Mapping[str, Collection[str]]) -> bool:
-    """Return whether each key field has one of its values."""
-    return all(spec.key_fields().get(name) in values for name, values in wanted.items())
+    """Return whether each key field, or the family, has one of its values."""
+    fields = {"family": spec.family, **spec.key_fields()}
+    return all(fields.get(name) in values for name, values in wanted.items())
 
 
 # Dims of gqa_sm90 that prewarming compiles for models alone: of key and value, 0 where equal.

@@ -42,21 +42,20 @@ WITH_DESCRIPTORS: list[KernelSpec] = [
         for kv_dtype in (DType.FP8_DSV4, DType.FP8_DSV41)
     ),
 ]
+# The loops of tiles between the smallest and the largest are those of one of them.
 KERNELS: list[KernelSpec] = [
     *(
-        gqa_sm90(rows=rows, head_dim=head_dim, kv_dtype=kv_dtype, page_size=64)
-        for rows in (8, 16, 32)
-        for head_dim in (64, 128, 256)
+        gqa_sm90(rows=rows, head_dim=head_dim, kv_dtype=kv_dtype)
+        for head_dim, rows in ((64, 32), (128, 8), (128, 32), (256, 8), (256, 16))
         for kv_dtype in (DType.BF16, DType.E4M3)
-        if rows * head_dim <= 32 * 128
     ),
-    *(gqa_sm90(rows=rows, kv_dtype=DType.NVFP4, page_size=64) for rows in (8, 32)),
-    *(gqa_sm90(rows=rows, kv_dtype=DType.INT8_PER_TOKEN_HEAD) for rows in (8, 32)),
-    *(gqa_sm90(kv_dtype=kv_dtype, kv_heads_per_cta=2) for kv_dtype in (DType.E4M3, DType.INT8)),
-    *(gqa_sm90(rows=rows, has_soft_cap=True) for rows in (8, 32)),
+    *(gqa_sm90(rows=rows, kv_dtype=DType.NVFP4) for rows in (8, 32)),
+    gqa_sm90(rows=32, kv_dtype=DType.INT8_PER_TOKEN_HEAD),
+    gqa_sm90(kv_dtype=DType.INT8, kv_heads_per_cta=2),
+    gqa_sm90(has_soft_cap=True),
     gqa_sm90(has_dcp=True, separate_page_ids=True),
-    *(gqa_sm90(rows=rows, page_size=128, sparse_block=128) for rows in (8, 32)),
-    gqa_sm90(rows=16, head_dim=256, sparse_block=1),
+    gqa_sm90(page_size=128, sparse_block=128),
+    gqa_sm90(rows=16, head_dim=256, sparse_block=1, has_output_gate=True),
     mla_sm90(rows=16),
     *WITH_DESCRIPTORS,
 ]
