@@ -364,7 +364,7 @@ INVARIANT_CASES = [
 _MASKED: dict[str, Any] = {"mask": "random", "window": 40}
 _RAGGED: dict[str, Any] = {"seq_lens": (70, 50, 0, 33), "q_lens": (5, 0, 2, 3)}
 SM80_CASES = [
-    given("ragged lengths", seq_lens=(100, 17, 0), kv_heads=1, page_size=64),
+    given("ragged lengths", seq_lens=(100, 17, 0), kv_heads=1),
     given("splits", 16, seq_lens=(300, 40, 0), kv_heads=1, group=2, sink=2.0),
     given("ragged queries", group=4, head_dim=64, dtype=FP16, layout="HND", **_RAGGED),
     given(
@@ -639,10 +639,10 @@ def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:
         *(("16-bit", 64, 16, math.nan), ("e4m3", 128, 64, math.nan), ("e5m2", 64, 64, math.inf)),
         *(
             ("nvfp4", 128, 64, math.nan),
-            ("16-bit", 512, 16, math.nan),
-            ("16-bit", 80, 16, math.nan),
+            ("16-bit", 512, 64, math.nan),
+            ("16-bit", 80, 64, math.nan),
         ),
-        *(("int8 with scales", 64, 16, math.nan), ("int8 with scales", 64, 64, math.inf)),
+        *(("int8 with scales", 64, 64, math.nan), ("int8 with scales", 64, 64, math.inf)),
     ],
     ids=["16-bit", "e4m3", "e5m2", "nvfp4", "512 dims", "80 dims", "scale NaN", "scale Inf"],
 )
