@@ -4,7 +4,8 @@
 
 - `all`, `templates`: an identifier, in code and comments of all trees or of templates,
 - `part`: a part of an identifier, in snake or camel case, or of the name of a file,
-- `text`: a regular expression that matches anywhere in a line, in upper or lower case.
+- `text`: a regular expression that matches anywhere in a line, in upper or lower case; one without
+  a space matches in one word.
 
 In prose and examples, the rows of `all` and `text` hold.
 """
@@ -56,9 +57,19 @@ def retired_part(word: str) -> str | None:
 
 
 @cache
-def any_text() -> re.Pattern[str]:
-    """Return a pattern that matches where one of the rows of text does."""
-    return re.compile("|".join(f"(?:{pattern})" for pattern in retired()["text"]), re.IGNORECASE)
+def phrases() -> re.Pattern[str]:
+    """Return a pattern that matches where one of the rows of text with a space does."""
+    return re.compile("|".join(text for text in retired()["text"] if " " in text), re.IGNORECASE)
+
+
+@cache
+def retired_texts(text: str) -> tuple[tuple[str, str], ...]:
+    """Return what the rows of text match in a word or a line, and what to use instead."""
+    return tuple(
+        (match[0], instead)
+        for pattern, instead in retired()["text"].items()
+        for match in re.finditer(pattern, text, re.IGNORECASE)
+    )
 
 
 def found_in_line(line: str, tree: str) -> Iterator[tuple[str, str]]:
@@ -69,10 +80,8 @@ def found_in_line(line: str, tree: str) -> Iterator[tuple[str, str]]:
             yield word, names[word]
         if tree not in PROSE and word not in FLASHINFER_NAMES and (part := retired_part(word)):
             yield part, retired()["part"][part]
-    if any_text().search(line):
-        for pattern, instead in retired()["text"].items():
-            for match in re.finditer(pattern, line, re.IGNORECASE):
-                yield match[0], instead
+    if phrases().search(line) or any(map(retired_texts, WORD.findall(line))):
+        yield from retired_texts(line)
 
 
 def found_in_tree(tree: str, root: Path) -> Iterator[str]:

@@ -136,13 +136,12 @@ def parameters(of: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("row", "name"), parameters("tensors"))
-def test_another_tensor_never_hits_the_cached_call(row: str, name: str) -> None:
+def test_another_tensor_never_hits_the_cached_call(row: str, name: str, monkeypatch: Patch) -> None:
     """Launches and messages with another tensor property are those of an empty cache."""
+    entry_point = make_entry_point(monkeypatch, ROWS[row])
+    arguments = entry_point.row.build()
     for change in TENSOR_CHANGES.values():
-        with pytest.MonkeyPatch.context() as patch:
-            entry_point = make_entry_point(patch, ROWS[row])
-            arguments = entry_point.row.build()
-            entry_point.require_independent(arguments, changed(arguments, name, change))
+        entry_point.require_independent(arguments, changed(arguments, name, change))
 
 
 @pytest.mark.parametrize(("row", "name"), parameters("scalars"))
