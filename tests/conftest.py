@@ -21,6 +21,7 @@ from tests.built_once import share_in
 from tests.kernels import clear_caches, copy_templates
 
 ROOT = Path(__file__).resolve().parents[1]
+GPU_TESTS = ROOT / "tests/gpu"
 
 # Pytest rewrites the asserts of modules that tests share.
 pytest.register_assert_rewrite(
@@ -36,6 +37,12 @@ def _wants_gpu(config: pytest.Config) -> bool:
     return bool(config.getoption("markexpr") == "gpu")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Pass over tests/gpu, half of all tests, where ``make cpu`` would deselect them."""
+    is_left_out = collection_path == GPU_TESTS and config.getoption("markexpr") == "not gpu"
+    return is_left_out or None  # None lets others decide
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests in tests/gpu, and skip them without a GPU.
 
@@ -43,9 +50,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if os.environ.get("HAS_GPU") and not torch.cuda.is_available() and _wants_gpu(config):
         raise pytest.UsageError("torch: expected to see the GPU of this machine, got none")
-    gpu_tests = set((Path(__file__).parent / "gpu").iterdir())
     for item in items:
-        if item.path in gpu_tests:
+        if item.path.parent == GPU_TESTS:
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

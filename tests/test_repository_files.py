@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import shlex
 import tokenize
 from io import StringIO
@@ -51,6 +52,14 @@ def code_lines(text: str) -> int:
             if first is not None and first.end_lineno is not None:
                 lines -= set(range(first.lineno, first.end_lineno + 1))
     return len(lines)
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "tests/gpu").glob("test_*.py")), ids=lambda file: file.stem
+)
+def test_the_tests_of_a_gpu_can_be_imported(file: Path) -> None:
+    """Runs of the CPU tests do not collect them."""
+    runpy.run_path(str(file))
 
 
 def test_only_code_counts() -> None:

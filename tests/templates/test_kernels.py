@@ -86,7 +86,7 @@ def problems_of(spec: KernelSpec) -> list[str]:
 
 HOPPER = ("mla_sm90", "mla_sm90_fp8", "mla_sm90_fp8kv", "gqa_sm90")
 DECODE_SM80 = ("mla_sm80", "gqa_sm80")
-SAMPLE = {"page_size": ("64",), "query_dtype": ("bf16", "e4m3", "fp8_per_token")}
+SAMPLE = {"page_size": ("64", "0"), "query_dtype": ("bf16", "e4m3", "fp8_per_token")}
 USUAL = {
     **SAMPLE,
     "lookup": ("paged",),
@@ -96,9 +96,9 @@ USUAL = {
     "kv_lora_rank": ("512",),
     "head_dim": ("128",),
     "out_dtype": ("bf16",),
-    "head_dim_vo": ("128", "512"),
+    "head_dim_vo": ("0", "128", "512"),
 }
-FEW = {**USUAL, "query_dtype": ("bf16",), "kv_dtype": ("bf16",), "head_dim_vo": ("512",)}
+FEW = {**USUAL, "query_dtype": ("bf16",), "kv_dtype": ("bf16",), "head_dim_vo": ("0", "512")}
 FILTERS = {
     "sm_80": SAMPLE,
     "sm_86": {**FEW, "kv_dtype": ("bf16", "e4m3")},
@@ -149,7 +149,12 @@ def sample_of(arch: Arch) -> list[KernelSpec]:
     """Return the kernels to compile."""
     if os.environ.get("MLAGEN_TEST_KERNELS") == "all":
         return specs_of(arch)
-    sample = specs_of(arch, dtype=("bf16", "e4m3"), **FILTERS.get(str(arch), FEW))
+    wanted = {"dtype": ("bf16", "e4m3"), **FILTERS.get(str(arch), FEW)}
+    sample = [
+        spec
+        for spec in specs_of(arch, FAMILIES_ON.get(str(arch), ["mla_sm80"]))
+        if all(spec.key_fields().get(name) in {None, *values} for name, values in wanted.items())
+    ]
     if arch.has_wgmma:
         sample = [spec for spec in sample if spec.family not in HOPPER]
         sample += specs_of(arch, HOPPER[:3], **SAMPLE)
@@ -157,8 +162,7 @@ def sample_of(arch: Arch) -> list[KernelSpec]:
         small_pages = {"page_size": ("16",), "lookup": ("paged",), "block_m": ("16",)}
         sample += specs_of(arch, ["mla_sm90_fp8"], **small_pages)
         sample += specs_of(arch, ["mla_sm80"], **POOLS)
-    families = FAMILIES_ON.get(str(arch), ("mla_sm80",))
-    sample = [spec for spec in sample if spec.family in families and not is_like_another(spec)]
+    sample = [spec for spec in sample if not is_like_another(spec)]
     largest: dict[tuple[str | None, ...], KernelSpec] = {}
     for spec in sample:
         kind = (spec.family, *map(spec.key_fields().get, KIND))
