@@ -51,8 +51,8 @@ class MlaSm90Splits:
     """The fixed splits of an sm90 MLA spec, with its ``block_n`` and lists or requests."""
 
     # The fewest and the most tokens of a split in a request, whose product with those of the
-    # request is constant in between; of one in a list; and the most splits. One long request needs
-    # all SMs, and short ones come in large batches.
+    # request is constant in between; of one in a list; and the most splits of a request with one M
+    # tile. One long request needs all SMs, and short ones come in large batches.
     request_split_tokens: ClassVar[tuple[int, int]] = (1024, 4096)
     list_split_tokens: ClassVar[tuple[int, int]] = (2048, 2048)
     split_product: ClassVar[int] = 1 << 25
@@ -63,19 +63,22 @@ class MlaSm90Splits:
 
     @property
     def split_facts(self) -> dict[str, int]:
-        """The kernel arguments of fixed splits, in KV blocks, without the slots."""
+        """The kernel arguments of fixed splits, in KV blocks, without their numbers."""
         tokens = self.list_split_tokens if self.is_sparse else self.request_split_tokens
         return {
             "min_split_blocks": tokens[0] // self.block_n,
             "max_split_blocks": tokens[1] // self.block_n,
             "split_product": self.split_product // self.block_n**2,
-            "max_splits": self.max_splits,
         }
 
-    def splits_of(self, tokens: int) -> int:
+    def max_splits_of(self, m_tiles: int) -> int:
+        """Return the most fixed splits of a request, or list: its M tiles share the SMs."""
+        return max(1, self.max_splits // m_tiles)
+
+    def splits_of(self, tokens: int, m_tiles: int) -> int:
         """Return the most fixed splits of a request, or list, of up to ``tokens`` tokens."""
         facts = self.split_facts
         blocks = max(1, -(-tokens // self.block_n))
         wanted = max(facts["split_product"] // blocks, facts["min_split_blocks"])
         split_blocks = min(wanted, facts["max_split_blocks"])
-        return min(-(-blocks // split_blocks), self.max_splits)
+        return min(-(-blocks // split_blocks), self.max_splits_of(m_tiles))

@@ -5,6 +5,7 @@
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "scheduler/list_tiles.cuh"
 #include "scheduler/phases.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "seq_info.cuh"
@@ -113,12 +114,19 @@ __device__ inline bool find_range(const Params& params, int cta_group, int seq_l
     const int num_slots = __reduce_add_sync(~0u, lane_index() < kWarps ? found.num_tiles : 0);
     if (num_slots > num_slots_of(params)) {
       if (threadIdx.x == 0) {
-        scheduler_storage.range =
+        static_cast<ScheduleRange&>(scheduler_storage.range) =
             range_before_phases(total_blocks, num_ranges, num_ranges - 1 - cta_group);
+        scheduler_storage.range.clear_list();
         scheduler_storage.initial_state = {seq_info, 0, 0, 0};
       }
       __syncthreads();
       return true;
+    }
+    if (per_thread == 1) {
+      seq_info.set_first_slot(slots_before);
+      const int num_listed = list_tiles(params, cta_group, num_ranges, num_slots, seq_info,
+                                        scheduler_storage, scheduler_storage.range);
+      if (num_listed >= 0) return num_listed > 0;
     }
   }
   if (is_uniform) {
@@ -144,7 +152,8 @@ __device__ inline bool find_range(const Params& params, int cta_group, int seq_l
                  seq_info.num_tiles - 1);
     }
     seq_info.set_first_slot(slots_before);
-    scheduler_storage.range = range;
+    static_cast<ScheduleRange&>(scheduler_storage.range) = range;
+    scheduler_storage.range.clear_list();
     scheduler_storage.initial_state = {seq_info, first, tile, begin + tile * blocks_per_tile};
   }
   __syncthreads();

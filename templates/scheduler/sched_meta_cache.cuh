@@ -20,7 +20,7 @@
 #include "seq_info.cuh"
 
 // Padded to whole L2 cache lines, so that no two CTAs write the same line.
-struct alignas(kSchedMetaBytes) CachedSchedMeta {
+struct alignas(128) CachedSchedMeta {
   SchedMeta sched_meta;
 };
 
@@ -171,9 +171,12 @@ __device__ inline void prefetch_sched_meta(const Params& params) {
   if (params.schedule_id == 0) return;
   const SchedMetaCache& cache = sched_meta_cache(params);
   const int lane = lane_index();
-  const bool is_cta_meta = lane == kWarpLanes - 1;
+  constexpr bool kHasTwoLines = kSchedMetaBytes > 128;
+  const int meta_line = kHasTwoLines ? kWarpLanes - 1 - lane : 0;
+  const bool is_cta_meta = lane == kWarpLanes - 1 || (kHasTwoLines && meta_line == 1);
   if (!is_cta_meta && lane * kWordsPerCacheLine >= params.num_seqs + 2) return;
-  prefetch_l2(is_cta_meta ? reinterpret_cast<const int*>(&cache.ctas[blockIdx.x])
+  const int* cta_meta = reinterpret_cast<const int*>(&cache.ctas[blockIdx.x]);
+  prefetch_l2(is_cta_meta ? cta_meta + meta_line * kWordsPerCacheLine
                           : &cache.schedule_id + lane * kWordsPerCacheLine);
 }
 static_assert((2 + kMaxCachedSeqs) / (128 / sizeof(int)) < kWarpLanes, "a lane per cache line");

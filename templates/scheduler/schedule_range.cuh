@@ -27,6 +27,28 @@ struct ScheduleRange {
   int end;
 };
 
+// Work tiles of a CTA group, in batch-invariant kernels: few of them in any order, which have a
+// list instead of a range. Their linear block indices are indices in the list.
+constexpr int kMaxListedTiles = 8;
+struct ListedTile {
+  u16 seq_idx;
+  u16 tile;
+  u16 first_slot;  // of the sequence
+};
+
+template <bool kHasList>
+struct CtaRangeOf : ScheduleRange {
+  __device__ void clear_list() {}
+};
+template <>
+struct CtaRangeOf<true> : ScheduleRange {
+  u16 num_listed;  // 0: the range has all work tiles that begin in it
+  ListedTile listed[kMaxListedTiles];
+
+  __device__ void clear_list() { num_listed = 0; }
+};
+using CtaRange = CtaRangeOf<kBatchInvariant>;
+
 // First linear block index of range `index`: index * total_blocks / num_ranges, from `quotient` and
 // `remainder` of the latter two. The float division is exact for numbers this small, and takes
 // fewer instructions than an integer division.
@@ -181,7 +203,7 @@ struct alignas(kChunkBytes) WarpSeqs {
 
 // Scheduler metadata of a CTA.
 struct alignas(kChunkBytes) SchedMeta {
-  ScheduleRange range;
+  CtaRange range;
   // At the first work item. find_range stores the work tile that the range begins in, or one before
   // it, from which initial_work advances.
   SchedulerState initial_state;

@@ -8,6 +8,7 @@
 #include "config.cuh"
 #include "ptx/atomic.cuh"
 #include "ptx/load.cuh"
+#include "scheduler/phases.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "shared_memory.cuh"
 
@@ -17,8 +18,13 @@ constexpr u32 kMaxHalfBlocksAhead = 3;
 constexpr u32 kReportInterval = 2;
 
 // The progress counter lies in the last partial-output slot of CTA 0, see combine/partial.cuh.
-// That slot is unused: CTA 0 has the last range, so no split continues past its end.
-constexpr int kProgressOffset = kBlockM * kHeadDimVo * sizeof(u16);
+// That slot is unused: CTA 0 has the last range, so no split continues past its end. In
+// batch-invariant kernels it lies in the last slot, which the throttled launch does not use.
+constexpr int kSlotBytes = kBlockM * kHeadDimVo * sizeof(u16);
+__device__ inline u32* progress_of(const Params& params) {
+  const int slot = kBatchInvariant ? num_slots_of(params) - 1 : 1;
+  return reinterpret_cast<u32*>(params.partial_out + static_cast<i64>(slot) * kSlotBytes);
+}
 
 // Counts the KV blocks that all CTAs have requested in an otherwise unused word of the workspace.
 // The word is not initialized, so each CTA subtracts the value it reads before its first report. A
@@ -26,8 +32,7 @@ constexpr int kProgressOffset = kBlockM * kHeadDimVo * sizeof(u16);
 // bounds what that costs to one poll per requested KV block.
 struct CtaThrottle {
   u32* progress;
-  // 0, no throttling, where ranges differ in work, or where CTAs of a group share KV through L2;
-  // and in batch-invariant kernels, which use all slots.
+  // 0, no throttling, where ranges differ in work, or where CTAs of a group share KV through L2.
   u32 num_ctas;
   u32 initial_total = 0;
   u32 total_blocks = 0;
@@ -36,10 +41,9 @@ struct CtaThrottle {
   u32 num_polls = 0;
 
   __device__ CtaThrottle(const Params& params, const ScheduleRange& range)
-      : progress(reinterpret_cast<u32*>(params.partial_out + kProgressOffset)),
-        num_ctas(!kBatchInvariant && range.fixed_overhead_blocks == 0 && params.cta_group_size == 1
-                     ? range.num_ranges
-                     : 0) {}
+      : progress(progress_of(params)),
+        num_ctas(range.fixed_overhead_blocks == 0 && params.cta_group_size == 1 ? range.num_ranges
+                                                                                : 0) {}
 
   // Called before a KV block is requested. Never delays the prologue that fills the pipeline.
   __device__ void wait() {

@@ -23,11 +23,11 @@ struct WorkItem : WorkCoord, WorkSplits {
 // Called by whole warps.
 struct TileScheduler : SchedulerState {
   const Params& params;
-  const ScheduleRange& range;
+  const CtaRange& range;
   int rank_in_group;
 
   // Before the initial work is found, a CTA has neither a rank nor a state.
-  __device__ TileScheduler(const Params& params, const ScheduleRange& range, int rank_in_group = 0,
+  __device__ TileScheduler(const Params& params, const CtaRange& range, int rank_in_group = 0,
                            const SchedulerState& state = {})
       : SchedulerState(state), params(params), range(range), rank_in_group(rank_in_group) {}
 
@@ -38,7 +38,7 @@ struct TileScheduler : SchedulerState {
     bool has_work;
     int m_group = tile;
     if constexpr (kBatchInvariant) {
-      // A range has the splits that begin in it.
+      // A range has the splits that begin in it, and a list all of its own.
       const u32 num_splits = FixedSplits::of(seq_info).count();
       m_group = static_cast<u32>(tile) / num_splits;
       first = static_cast<int>(tile - m_group * num_splits) * seq_info.num_kv_blocks;
@@ -59,14 +59,36 @@ struct TileScheduler : SchedulerState {
     return {seq_info.first_query, seq_idx, first_row, rows, first, num_kv_blocks, kv_end};
   }
 
-  // Advances to the next work tile, as advance() does.
+  // Advances to the next work tile, as advance() does, or to the next one of the list.
   __device__ bool advance_tile() {
-    if constexpr (!kBatchInvariant) return advance(params, range);
-    const int current_seq = seq_idx;
-    const int next_slot = seq_info.get_first_slot() + slots_of(seq_info);
-    const bool has_tile = advance(params, range);
-    if (seq_idx != current_seq) seq_info.set_first_slot(next_slot);
-    return has_tile;
+    if constexpr (kBatchInvariant) return advance_split(range);
+    return advance(params, range);
+  }
+
+  // A template: other ranges have no list.
+  template <typename Range>
+  __device__ bool advance_split(const Range& range) {
+    int slot = seq_info.get_first_slot() + slots_of(seq_info);
+    if (range.num_listed > 0) {
+      if (++tile_begin >= range.end) return false;
+      const ListedTile& next = range.listed[tile_begin];
+      tile = next.tile;
+      if (seq_idx == next.seq_idx) return true;
+      seq_idx = next.seq_idx - 1;
+      slot = next.first_slot;
+    } else {
+      tile_begin += tile_kv_blocks(seq_info, kFixedOverheadBlocks);
+      if (tile_begin >= range.end) return false;
+      if (++tile < seq_info.num_tiles) return true;
+      tile = 0;
+    }
+#pragma unroll 1
+    while (++seq_idx < params.num_seqs) {
+      seq_info = seq_info_of(params, seq_idx);
+      seq_info.set_first_slot(slot);
+      if (tile < seq_info.num_tiles) return true;
+    }
+    return false;  // only if lengths change during the launch
   }
 
   // Advances to the next work item and returns its coordinates; kInvalidWork after the last one.

@@ -5,6 +5,7 @@ constexpr int kScheduleThreads = kThreads;
 
 static void schedule_cta(const Params& params) {
   struct Shared {
+    TileKeys keys;  // in the place of Q
     SchedulerStorage storage;
     WorkItem work;
   };

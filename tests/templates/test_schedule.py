@@ -215,7 +215,10 @@ def test_fixed_splits_follow_from_their_sequence_alone(
 def test_fixed_splits_of_mla_are_equally_long_and_have_slots(
     compiled: Compiled, batch: Batch
 ) -> None:
-    """Their number follows from the length of the sequence alone; no two share a slot."""
+    """Their number follows from the length of the sequence alone; no two share a slot.
+
+    Where CTA groups have lists of them, no group has more than the longest one above another.
+    """
     counts = {"min_split_blocks": 2, "max_split_blocks": 8, "split_product": 64, "max_splits": 16}
     scheduler = compiled("mla, fixed splits")
     semaphores = ints([0] * 4)
@@ -224,6 +227,8 @@ def test_fixed_splits_of_mla_are_equally_long_and_have_slots(
     found = by_tile(schedule)
     assert found.keys() == expected.keys()
     slots = []
+    loads: Counter[int] = Counter()
+    longest = 0
     for tile, splits in found.items():
         blocks = -(-batch.seqs[tile.seq_idx].kv_len // 64)
         most = min(max(64 // max(blocks, 1), 2), 8)
@@ -238,6 +243,12 @@ def test_fixed_splits_of_mla_are_equally_long_and_have_slots(
             assert split.num_kv_blocks == max(min(begin + per_split, attended) - begin, 0)
             if count > 1:
                 slots.append(split.first_split_cta + split.split_idx * batch.cta_group_size)
+            if split.cta % batch.cta_group_size == 0:
+                loads[split.cta] += per_split
+                longest = max(longest, per_split)
+    if all(one.begin == 0 for one in schedule.ranges) and loads:
+        idle = schedule.ranges[0].num_ranges - len(loads)
+        assert max(loads.values()) - (0 if idle else min(loads.values())) <= longest
     assert len(slots) == len(set(slots))
     tiles = sum(-(-seq.q_len * batch.heads // 64) + batch.cta_group_size for seq in batch.seqs)
     assert max(slots, default=0) < tiles * 16

@@ -141,7 +141,7 @@ def make_sm90_launcher(
     keeps_sm90 = is_forced or variant.batch_invariant
     if sms != WHOLE_GPU and plan.workspace_bytes > workspace.nbytes and not keeps_sm90:
         raise UnsupportedError(f"{name}: too small for the plan for {sms} SMs")
-    facts = named(plan, "num_cta_groups cta_group_size num_slots")
+    facts = named(plan, "num_cta_groups cta_group_size max_splits num_slots")
     facts |= {**spec.split_facts, "schedule_id": schedule_id_of(args, problem, spec)}
     return launcher_of(args, problem, plan, spec, facts, maps)
 

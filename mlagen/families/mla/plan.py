@@ -41,7 +41,8 @@ class MlaSm90Plan(LaunchPlan):
     cta_group_size: int  # CTAs that process M tiles of one sequence together
     num_cta_groups: int
     total_tiles: int  # work tiles of all sequences; an upper bound if ragged
-    num_slots: int  # of fixed splits in the workspace, each for all CTAs of a group; 0 without them
+    max_splits: int  # fixed splits of a sequence, at most; 0 without them
+    num_slots: int  # of them in the workspace, each for all CTAs of a group
     is_small: bool  # the sm80 kernel is faster
 
 
@@ -87,7 +88,8 @@ def plan_mla_sm90(spec: MlaSm90Spec, shape: ProblemShape, sm_count: int) -> MlaS
         num_cta_groups=num_cta_groups,
         num_ctas=num_ctas,
         total_tiles=total_tiles,
-        num_slots=_slots_of_splits(spec, shape.max_kv_len, total_tiles),
+        max_splits=spec.max_splits_of(tiles) if spec.variant.batch_invariant else 0,
+        num_slots=_slots_of_splits(spec, shape, total_tiles),
         partial_rows_offset=num_ctas * _partial_rows(spec) * spec.head_dim_vo * 2,
         workspace_bytes=num_ctas * mla_sm90_bytes_per_cta(spec),
         is_small=is_small_call(spec, shape, sm_count),
@@ -105,7 +107,7 @@ def plan_for_workspace(spec: MlaSm90Spec, plan: MlaSm90Plan, given: int) -> MlaS
         return plan
     slot_rows = plan.cta_group_size * spec.block_m
     slot_bytes = slot_rows * _partial_row_bytes(spec)
-    num_slots = min(plan.num_slots, max(given // slot_bytes, spec.max_splits))
+    num_slots = min(plan.num_slots, max(given // slot_bytes, plan.max_splits))
     return replace(
         plan,
         num_slots=num_slots,
@@ -114,15 +116,17 @@ def plan_for_workspace(spec: MlaSm90Spec, plan: MlaSm90Plan, given: int) -> MlaS
     )
 
 
-def _slots_of_splits(spec: MlaSm90Spec, max_kv_len: int, total_tiles: int) -> int:
+def _slots_of_splits(spec: MlaSm90Spec, shape: ProblemShape, total_tiles: int) -> int:
     """Return the slots of all splits of a batch-invariant call, at least those of one work tile.
 
-    A request may be longer than the call says, but not a list.
+    A request may be longer than the call says, but not a list. The CTA throttle has another slot.
     """
     if not spec.variant.batch_invariant:
         return 0
-    num_splits = spec.splits_of(max_kv_len)
-    return max(total_tiles * num_splits, num_splits if spec.is_sparse else spec.max_splits)
+    m_tiles = -(-shape.rows // spec.block_m)
+    num_splits = spec.splits_of(shape.max_kv_len, m_tiles)
+    min_slots = num_splits if spec.is_sparse else spec.max_splits_of(m_tiles)
+    return max(total_tiles * num_splits, min_slots) + 1
 
 
 def is_small_call(spec: MlaSm90Spec, shape: ProblemShape, sm_count: int) -> bool:
@@ -154,7 +158,7 @@ def _partial_rows(spec: MlaSm90Spec) -> int:
 def fits_in_int32(spec: MlaSm90Spec, plan: MlaSm90Plan, max_tokens: int) -> bool:
     """Return whether linear block indices fit in 32 bits, for up to ``max_tokens`` a sequence."""
     # Each fixed split has an overhead, and they are equally long.
-    num_splits = spec.max_splits if spec.variant.batch_invariant else 1
+    num_splits = plan.max_splits or 1
     blocks_per_tile = _kv_blocks_of(spec, max_tokens) + num_splits * (
         spec.fixed_overhead_blocks + (num_splits > 1)
     )

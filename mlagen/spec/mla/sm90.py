@@ -27,7 +27,8 @@ SpecT = TypeVar("SpecT", bound="MlaSm90Spec")
 BLOCK_MS = (64, 32, 16)
 
 # Device memory beside a workspace: one semaphore per SM; then the cached scheduler metadata, which
-# is the schedule id, the sequence lengths and the initial work of each CTA.
+# is the schedule id, the sequence lengths and the initial work of each CTA, in whole cache lines:
+# twice as many in batch-invariant kernels.
 SEMAPHORE_BYTES = 1024
 CACHED_SEQ_LENS = 510
 SCHED_META_BYTES = 128
@@ -97,7 +98,6 @@ class MlaSm90Spec(MlaKernelSpec, MlaSm90Splits):
     partial_state_bytes: ClassVar[int] = 16  # per row of a split
     semaphore_bytes: ClassVar[int] = SEMAPHORE_BYTES  # the cached scheduler metadata follows them
     cached_seq_lens: ClassVar[int] = CACHED_SEQ_LENS
-    sched_meta_bytes: ClassVar[int] = SCHED_META_BYTES  # of one CTA
 
     # Warps of the producer warpgroup, and of a QK warpgroup.
     producer_warps: ClassVar[int] = 4
@@ -148,6 +148,11 @@ class MlaSm90Spec(MlaKernelSpec, MlaSm90Splits):
     def fixed_overhead_blocks(self) -> int:
         """Prologue and epilogue of a work tile, in KV blocks."""
         return 2 if self.swap_ab else 6
+
+    @property
+    def sched_meta_bytes(self) -> int:
+        """Bytes of the cached scheduler metadata of one CTA."""
+        return SCHED_META_BYTES * (2 if self.variant.batch_invariant else 1)
 
     @property
     def calls_combine(self) -> bool:
@@ -383,7 +388,7 @@ class MlaSm90Fp8KvSpec(_Fp8Spec):
 def semaphore_region_bytes(sm_count: int) -> int:
     """Return the bytes of a workspace's semaphores and cached scheduler metadata."""
     assert sm_count * 4 <= SEMAPHORE_BYTES
-    return SCHED_META_OFFSET + sm_count * SCHED_META_BYTES
+    return SCHED_META_OFFSET + sm_count * 2 * SCHED_META_BYTES
 
 
 def block_m_for(rows: int) -> int:
