@@ -53,15 +53,17 @@ __device__ constexpr int min_reducers(int num_splits) {
   return kBatchInvariant ? num_splits : num_splits - 1;
 }
 
-__device__ constexpr bool subtiles_fit() {
-  for (int num_splits = kMinSubtileSplits; num_splits <= kMaxRanges; ++num_splits) {
+// Whether the sub-tile of each of so many splits fits in so many bytes.
+__device__ constexpr bool subtiles_fit(int max_splits, int bytes) {
+  for (int num_splits = kMinSubtileSplits; num_splits <= max_splits; ++num_splits) {
     const int num_frags = frags_per_subtile(min_reducers(num_splits));
     const int offset = warp_partials_offset(num_splits, rows_per_subtile(num_frags), num_frags);
-    if (offset + kWarpPartialsBytes > kCombineSmemBytes) return false;
+    if (offset + kWarpPartialsBytes > bytes) return false;
   }
   return true;
 }
-static_assert(subtiles_fit(), "a sub-tile of every split is resident at once");
+static_assert(subtiles_fit(kMaxRanges, kCombineSmemBytes),
+              "a sub-tile of every split is resident at once");
 static_assert(kFragsPerRowGroup % kFragsPerStep == 0, "fragments of a step share their rows");
 
 constexpr int kLog2PvThreads = kPvThreads == 256 ? 8 : 7;
@@ -231,23 +233,43 @@ __device__ inline CombineSmem combine_smem_of_subtile(SharedMemoryPlan& smem,
           first,      num_frags};
 }
 
-__device__ inline void combine_subtiles(const Params& params, const WorkItem& work,
-                                        SharedMemoryPlan& smem, const CombineSmem& combine_smem) {
-  const ReduceGroup all = {-1};
-  const PartialSlots slots(params, work);
-  if constexpr (!kBatchInvariant) semaphore_wait(params, work, all);
-  if (combine_smem.num_frags <= 0) return;
+// Requests the partials of a sub-tile: states, then values.
+__device__ inline void load_subtile(const Params& params, const WorkItem& work,
+                                    const PartialSlots& slots, const CombineSmem& combine_smem) {
   load_partial_states(params, slots, combine_smem);
   cp_async_commit_group();
   const bool holds_own_split = !kBatchInvariant && combine_smem.holds_own_split();
-  load_partial_values(params, slots, all, combine_smem, 0, holds_own_split ? work.split_idx : -1);
+  load_partial_values(params, slots, {-1}, combine_smem, 0, holds_own_split ? work.split_idx : -1);
   cp_async_commit_group();
-  cp_async_wait_group<1>();
+}
+
+// Reduces a sub-tile when its partials have arrived, before those that were requested after them.
+__device__ inline void reduce_subtile(const Params& params, const WorkItem& work,
+                                      SharedMemoryPlan& smem, const CombineSmem& combine_smem,
+                                      bool is_followed) {
+  if (is_followed) {
+    cp_async_wait_group<3>();
+  } else {
+    cp_async_wait_group<1>();
+  }
   named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
   combine_rows(params, work, combine_smem);
-  cp_async_wait_group<0>();
+  if (is_followed) {
+    cp_async_wait_group<2>();
+  } else {
+    cp_async_wait_group<0>();
+  }
   named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
   const int num_groups = ceil_div(combine_smem.num_frags, kFragsPerStep);
   combine_frags(params, work, smem, combine_smem,
                 max(__clz(num_groups * 2 - 1) - __clz(kPvWarps), 0));
+}
+
+__device__ inline void combine_subtiles(const Params& params, const WorkItem& work,
+                                        SharedMemoryPlan& smem, const CombineSmem& combine_smem) {
+  const PartialSlots slots(params, work);
+  semaphore_wait(params, work, {-1});
+  if (combine_smem.num_frags <= 0) return;
+  load_subtile(params, work, slots, combine_smem);
+  reduce_subtile(params, work, smem, combine_smem, false);
 }

@@ -242,6 +242,7 @@ def test_fixed_splits_of_mla_are_equally_long_and_have_slots(
             assert split.first_kv_block == begin
             assert split.num_kv_blocks == max(min(begin + per_split, attended) - begin, 0)
             if count > 1:
+                assert split.first_split_cta == splits[0].first_split_cta
                 slots.append(split.first_split_cta + split.split_idx * batch.cta_group_size)
             if split.cta % batch.cta_group_size == 0:
                 loads[split.cta] += per_split
