@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,16 +44,19 @@ class FakeMachine:
         fp8 = 1600.0 if with_fp8 else None
         return Ceilings(read_gb_s=4000.0, bf16_tflop_s=800.0, fp8_tflop_s=fp8)
 
-    def measure(self, case: Case, mode: str) -> Measured:
+    def measure(self, case: Case, modes: Sequence[str]) -> list[Measured]:
         """Return the fixed results."""
-        self.calls.append(f"{case.label}, {mode}")
-        return Measured(
-            case=case,
-            mode=mode,
-            input_sets=1,
-            mlagen=self.mlagen(case),
-            baselines={} if self.fa3 is None else {"fa3": self.fa3(case)},
-        )
+        self.calls += [f"{case.label}, {mode}" for mode in modes]
+        return [
+            Measured(
+                case=case,
+                mode=mode,
+                input_sets=1,
+                mlagen=self.mlagen(case),
+                baselines={} if self.fa3 is None else {"fa3": self.fa3(case)},
+            )
+            for mode in modes
+        ]
 
 
 def results(mlagen: Outcome = RIGHT, **baselines: Outcome) -> dict[str, Any]:

@@ -73,8 +73,8 @@ class Gpu:
         torch.cuda.empty_cache()
         return ceilings
 
-    def measure(self, case: Case, mode: str) -> Measured:
-        """Measure a case; a failure is part of the result.
+    def measure(self, case: Case, modes: Sequence[str]) -> list[Measured]:
+        """Measure a case in some modes; a failure is part of the results.
 
         The libraries are timed in turn, twice, the second time in reverse: none has the cooler GPU.
         """
@@ -86,29 +86,39 @@ class Gpu:
             inputs = inputs_for(case, sets, "cuda")
             expected = expected_of(inputs)
         except RuntimeError as error:  # mostly out of memory
-            failed = Outcome(problem=_problem_of(error))
-            outcomes = dict.fromkeys(makes, failed)
+            outcomes = [dict.fromkeys(makes, Outcome(problem=_problem_of(error)))] * len(modes)
         else:
-            outcomes = outcomes_of(makes, inputs, expected, mode)
+            outcomes = outcomes_of(makes, inputs, expected, modes)
             del inputs, expected
         torch.cuda.empty_cache()
-        ours = outcomes.pop("mlagen")
-        return Measured(case=case, mode=mode, input_sets=sets, mlagen=ours, baselines=outcomes)
+        return [
+            Measured(
+                case=case,
+                mode=mode,
+                input_sets=sets,
+                mlagen=found["mlagen"],
+                baselines={name: found[name] for name in makes if name != "mlagen"},
+            )
+            for mode, found in zip(modes, outcomes, strict=True)
+        ]
 
 
 def outcomes_of(
-    makes: dict[str, Make],
-    inputs: Inputs,
-    expected: torch.Tensor,
-    mode: str,
-) -> dict[str, Outcome]:
-    """Compare the output of each first call with ``expected``, and time the next calls."""
-    outcomes = {}
-    timed: dict[str, Replays] = {}
+    makes: dict[str, Make], inputs: Inputs, expected: torch.Tensor, modes: Sequence[str]
+) -> list[dict[str, Outcome]]:
+    """Compare the output of each first call with ``expected``, and time the next calls by mode."""
+    first, timed = dict[str, Outcome](), dict[str, Replays]()
     for name, make in makes.items():
-        outcomes[name], replays = _first_outcome(make, inputs, expected)
+        first[name], replays = _first_outcome(make, inputs, expected)
         if replays is not None:
             timed[name] = replays
+    return [_timed_outcomes(first, timed, mode) for mode in modes]
+
+
+def _timed_outcomes(
+    first: dict[str, Outcome], timed: dict[str, Replays], mode: str
+) -> dict[str, Outcome]:
+    outcomes = dict(first)
     times: dict[str, list[float]] = {name: [] for name in timed}
     for name in [*timed, *reversed(timed)]:
         if outcomes[name].problem is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import product
+from itertools import chain
 from typing import Any, Protocol
 
 from mlagen import __version__
@@ -166,8 +166,8 @@ class Machine(Protocol):
     def ceilings(self, *, with_fp8: bool) -> Ceilings:
         """Measure the peak rates of the GPU; the FP8 rate only on request."""
 
-    def measure(self, case: Case, mode: str) -> Measured:
-        """Measure a case in a state of the GPU; a failure is part of the result."""
+    def measure(self, case: Case, modes: Sequence[str]) -> list[Measured]:
+        """Measure a case in some states of the GPU; a failure is part of the results."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,19 +186,22 @@ def run_cases(
     on_step: Callable[[Step], None],
     modes: Sequence[str] = MODES[:1],
 ) -> dict[str, Any]:
-    """Measure the ceilings, then each case in each mode, and return the document."""
+    """Measure the ceilings, then each case in all modes, and return the document, mode by mode."""
     total = 1 + len(cases) * len(modes)
     on_step(Step(name="ceilings", done=0, total=total))
     ceilings = machine.ceilings(with_fp8=any(case.is_fp8_math for case in cases))
     on_step(Step(name="ceilings", done=1, total=total, line=ceilings_text(ceilings)))
-    measured = []
-    for done, (mode, case) in enumerate(product(modes, cases), start=1):
-        name = case.label if len(modes) == 1 else f"{case.label}, {mode}"
-        on_step(Step(name=name, done=done, total=total))
-        measured.append(machine.measure(case, mode))
-        line = f"{_verdict(measured[-1])}  {name}"
-        on_step(Step(name=name, done=done + 1, total=total, line=line))
-    return document_of(machine.facts(), ceilings, measured)
+    by_mode: dict[str, list[Measured]] = {mode: [] for mode in modes}
+    done = 1
+    for case in cases:
+        on_step(Step(name=case.label, done=done, total=total))
+        for measured in machine.measure(case, modes):
+            by_mode[measured.mode].append(measured)
+            name = case.label if len(modes) == 1 else f"{case.label}, {measured.mode}"
+            done += 1
+            line = f"{_verdict(measured)}  {name}"
+            on_step(Step(name=name, done=done, total=total, line=line))
+    return document_of(machine.facts(), ceilings, [*chain(*by_mode.values())])
 
 
 def ceilings_text(ceilings: Ceilings) -> str:

@@ -232,7 +232,8 @@ def inputs(monkeypatch: Patch) -> Inputs:
 
 def measure(inputs: Inputs, **makes: Callable[[Inputs], Call]) -> dict[str, Outcome]:
     """Return the outcomes of the libraries."""
-    return outcomes_of(makes, inputs, attend(inputs), "model")
+    (outcomes,) = outcomes_of(makes, inputs, attend(inputs), ["model"])
+    return outcomes
 
 
 def test_libraries_are_timed_by_turns(inputs: Inputs) -> None:
