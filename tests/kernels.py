@@ -78,10 +78,13 @@ def gqa_sm80(*, arch: Arch = SM_90A, rows: int = 16, **changes: Any) -> GqaSm80S
     return gqa_sm80_spec(arch, replace(variant, **changes), rows)
 
 
-def gqa_sm90(*, rows: int = 8, kv_heads_per_cta: int = 1, **changes: Any) -> GqaSm90Spec:
+def gqa_sm90(
+    *, rows: int = 8, kv_heads_per_cta: int = 1, has_unaligned_rows: bool = False, **changes: Any
+) -> GqaSm90Spec:
     """Return the sm90 bf16 kernel of Llama 3 for ``rows`` rows, with some fields replaced."""
     variant = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16, out_dtype=DType.BF16)
-    spec = gqa_sm90_spec(SM_90A, replace(variant, **changes), rows)
+    facts = {"has_unaligned_rows": has_unaligned_rows}
+    spec = gqa_sm90_spec(SM_90A, replace(variant, **changes), rows, **facts)
     assert spec is not None
     return replace(spec, kv_heads_per_cta=kv_heads_per_cta)
 

@@ -143,6 +143,36 @@ CASES = [
         group=16,
         **TOKEN_SCALES | DIMS_192_128,
     ),
+    given("scales in rows", 6, seq_lens=(700, 0, 300), kv="int8", group=8, **INLINE_SCALES),
+    given(
+        "scales in rows, 32 rows",
+        2,
+        seq_lens=EIGHT,
+        mask="random",
+        window=50,
+        page_size=256,
+        layout="HND",
+        **E4M3_32_ROWS | INLINE_SCALES,
+    ),
+    given(
+        "scales in rows of 512 dims",
+        3,
+        seq_lens=(200, 90),
+        kv="e4m3",
+        head_dim=512,
+        page_size=64,
+        **INLINE_SCALES,
+    ),
+    given(
+        "scales in rows, values of fewer dims",
+        3,
+        seq_lens=(300, 17),
+        kv="int8",
+        group=16,
+        head_dim=192,
+        head_dim_vo=96,
+        **INLINE_SCALES,
+    ),
     given("16 rows, one SM", 1, seq_lens=(300, 0, 5), head_dim=64, group=16),
     given("32 rows, sinks", 5, seq_lens=(300, 3), group=8, q_len=4, page_size=64, sink=2.0),
     given("32 rows in e4m3", 2, seq_lens=EIGHT, page_size=64, **E4M3_32_ROWS),
@@ -318,6 +348,18 @@ SERVER_CASES = [
     ),
     given("page ids of values", 5, seq_lens=(300, 0, 700), has_value_tables=True, q_len=2),
     given("page ids of values in nvfp4", 3, seq_lens=(300, 17), has_value_tables=True, kv="nvfp4"),
+    given(
+        "page ids of values, scales in rows",
+        3,
+        seq_lens=(300, 17),
+        kv="e5m2",
+        q_len=2,
+        head_dim=64,
+        window=99,
+        layout="HND",
+        has_value_tables=True,
+        **INLINE_SCALES,
+    ),
     given(
         "page ids of values in e4m3",
         3,
@@ -643,8 +685,19 @@ def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:
             ("16-bit", 80, 64, math.nan),
         ),
         *(("int8 with scales", 64, 64, math.nan), ("int8 with scales", 64, 64, math.inf)),
+        ("e4m3 with scales in rows", 64, 64, math.nan),
     ],
-    ids=["16-bit", "e4m3", "e5m2", "nvfp4", "512 dims", "80 dims", "scale NaN", "scale Inf"],
+    ids=[
+        "16-bit",
+        "e4m3",
+        "e5m2",
+        "nvfp4",
+        "512 dims",
+        "80 dims",
+        "scale NaN",
+        "scale Inf",
+        "in rows",
+    ],
 )
 def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
     kv: str, head_dim: int, page_size: int, value: float, decoded: Decode
@@ -652,6 +705,7 @@ def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
     """NaN or Inf in V of the newest token is seen by the last query token and by no other."""
     kv, _, scales = kv.partition(" with ")
     facts: dict[str, Any] = {"head_dim": head_dim, "page_size": page_size, "kv": kv}
+    facts |= {"cache_layout": "inline" if "rows" in scales else "tuple"}
     case = GqaCase(seq_lens=(100,), q_len=4, group=2, has_token_scales=bool(scales), **facts)
     for sm80_on in (None, SM_80) if scales else (None,):
         problem = case.build("cpu")

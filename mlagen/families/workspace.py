@@ -274,9 +274,12 @@ def _gqa_plans(index: int, variant: GqaVariant, shape: ProblemShape) -> Iterator
     """Yield the same for a call of grouped-query attention."""
     kernel, call = current_settings().gqa_kernel, (index, variant, shape)
     sm90 = None if kernel == "sm80" else plan_gqa_sm90_call(*call)
-    # Only sm80 covers scales of tokens between the rows.
+    # Only sm80 covers all places of scales of tokens.
     has_one = variant.batch_invariant and not variant.has_token_scales
-    return _plans(kernel, sm90, call, has_one=has_one)
+    yield from _plans(kernel, sm90, call, has_one=has_one)
+    if variant.has_token_scales and kernel != "sm80":
+        in_rows = plan_gqa_sm90_call(*call, has_unaligned_rows=True)
+        yield from () if in_rows is None else (in_rows[1],)
 
 
 def _plans(

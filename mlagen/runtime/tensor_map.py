@@ -21,19 +21,26 @@ class TiledTensor:
     sizes: tuple[int, ...]  # elements, or bytes of several
     strides: tuple[int, ...]  # bytes, of all axes but the first, which is contiguous
     box: tuple[int, ...]  # elements
+    has_words: bool = False  # elements are 4 bytes of several, and boxes are not swizzled
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element."""
+        return 4 if self.has_words else self.dtype.unit_bytes
 
 
 def encode(tensor: TiledTensor, address: int) -> bytes:
     """Return the TMA descriptor of a tensor at ``address``.
 
-    Box rows are 128, 64 or 32 bytes and swizzled in shared memory. Strides must be multiples of 16
-    bytes below 2^40, or the driver rejects the tensor.
+    Box rows are 128, 64 or 32 bytes and swizzled in shared memory, unless of words. Strides must be
+    multiples of 16 bytes below 2^40, or the driver rejects the tensor.
     """
     from cuda.bindings import driver
 
-    swizzle = f"CU_TENSOR_MAP_SWIZZLE_{tensor.box[0] * tensor.dtype.unit_bytes}B"
+    mode = "NONE" if tensor.has_words else f"{tensor.box[0] * tensor.element_bytes}B"
+    swizzle = f"CU_TENSOR_MAP_SWIZZLE_{mode}"
     result = driver.cuTensorMapEncodeTiled(
-        _element_types()[tensor.dtype.element],
+        _element_type(tensor),
         len(tensor.sizes),
         address,
         [driver.cuuint64_t(size) for size in tensor.sizes],
@@ -47,6 +54,14 @@ def encode(tensor: TiledTensor, address: int) -> bytes:
     )
     encoded = checked(result, "cuTensorMapEncodeTiled")
     return ctypes.string_at(int(encoded.getPtr()), MAP_BYTES)
+
+
+def _element_type(tensor: TiledTensor) -> Any:
+    from cuda.bindings import driver
+
+    if tensor.has_words:
+        return driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT32
+    return _element_types()[tensor.dtype.element]
 
 
 @cache

@@ -164,9 +164,11 @@ def encode(tensor: TiledTensor, address: int) -> bytes:
     """Return the TMA descriptor, of up to five dimensions, that ``instructions.h`` reads."""
     assert address % 16 == 0
     assert not any(stride % 16 for stride in tensor.strides)
-    element_bytes = tensor.dtype.unit_bytes
+    element_bytes = tensor.element_bytes
     more = 5 - len(tensor.sizes)
     box, sizes = (*tensor.box, *(1,) * more), (*tensor.sizes, *(1,) * more)
     strides = (*tensor.strides, *(0,) * more)
-    packed = struct.pack("<Qi5i5ii4q", address, element_bytes, *box, *sizes, 0, *strides)
+    packed = struct.pack(
+        "<Qi5i5ii4q", address, element_bytes, *box, *sizes, tensor.has_words, *strides
+    )
     return packed.ljust(_MAP_BYTES, b"\0")

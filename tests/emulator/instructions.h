@@ -203,7 +203,7 @@ struct Map {
   int element_bytes;
   int box[5];
   int sizes[5];
-  int padding;
+  int is_plain;  // not swizzled
   int64_t strides[4];
 };
 struct Copy {
@@ -218,7 +218,7 @@ inline std::vector<Copy> copies;  // under way
 static u32 copy_box(const Copy& copy, bool is_poison) {
   const Map& map = *copy.map;
   const u32 line = map.box[0] * map.element_bytes;
-  const u32 rows = line / 16 - 1;
+  const u32 rows = map.is_plain ? 0 : line / 16 - 1;
   if (copy.target % (128 * (rows + 1)) != 0) complain("misaligned box", copy.target);
   const int lines = map.box[1] * map.box[2] * map.box[3] * map.box[4];
   for (int index = 0; index < lines; ++index) {
@@ -235,11 +235,11 @@ static u32 copy_box(const Copy& copy, bool is_poison) {
       const u32 place = flat ^ (flat >> 7 & rows) << 4;
       chunk_writes[place / 16] = {};
       unsigned char* to = bytes + place;
-      if (is_poison || !is_inside) {
-        memset(to, is_poison ? 0x7f : 0, 16);
-      } else {
-        memcpy(to, map.base + offset + copy.at[0] * map.element_bytes + chunk, 16);
-      }
+      const int64_t first = copy.at[0] * int64_t{map.element_bytes} + chunk;
+      const int64_t inside = int64_t{map.sizes[0]} * map.element_bytes - first;
+      memset(to, is_poison ? 0x7f : 0, 16);
+      if (is_poison || !is_inside || inside <= 0) continue;
+      memcpy(to, map.base + offset + first, inside < 16 ? inside : 16);
     }
   }
   return lines * line;

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from mlagen.errors import DriverError, UnsupportedError
+from mlagen.errors import ArgumentError, DriverError, UnsupportedError
+from mlagen.families.dispatch import GQA as GQA_FAMILY
 from mlagen.families.gqa import launch as gqa_launch
 from mlagen.families.gqa import plan as gqa_plan
 from mlagen.families.gqa import tensor_maps as gqa_maps
@@ -30,6 +31,12 @@ FP8_DS_MLA = mla_case("bf16 over fp8_ds_mla", seq_lens=(200,))
 GQA = GqaCase(seq_lens=(70, 3), q_len=2, mask="random", sink=3.0, window=50)
 PLAIN_GQA = GqaCase(seq_lens=(70, 3))
 APART: dict[str, Any] = {"separate_rope": True, "flat_tables": True}
+# Rows begin at multiples of 4 bytes, where TMA boxes may not.
+SCALES_IN_ROWS: dict[str, Any] = {
+    "kv": "int8",
+    "has_token_scales": True,
+    "cache_layout": "inline",
+}
 
 # The sm90 kernel, and cases that it and the sm80 kernel support.
 SUPPORTED: dict[str, list[Any]] = {
@@ -55,6 +62,7 @@ SUPPORTED: dict[str, list[Any]] = {
         *(GqaCase(seq_lens=(70, 3), q_lens=(1, 4)), replace(PLAIN_GQA, head_dim=256)),
         replace(PLAIN_GQA, cache_layout="strided", layout="HND"),
         replace(PLAIN_GQA, page_size=48),
+        *(replace(PLAIN_GQA, layout=layout, **SCALES_IN_ROWS) for layout in ("NHD", "HND")),
         replace(PLAIN_GQA, kv="int8", has_token_scales=True),
     ],
 }
@@ -169,15 +177,22 @@ def test_another_gpu_uses_the_sm80_kernel(
     assert f"planning: sm80 kernel: no such kernel for {arch}, " in caplog.text
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_rows_with_scales_between_them_use_the_sm80_kernel(layout: str, launches: Launches) -> None:
-    """They begin at multiples of 4 bytes, where TMA boxes may not begin: in any batch."""
-    facts: dict[str, Any] = {"kv": "int8", "has_token_scales": True, "cache_layout": "inline"}
-    case = replace(GQA, layout=layout, **facts)
+def test_scales_elsewhere_than_behind_unaligned_rows_use_the_sm80_kernel(
+    launches: Launches,
+) -> None:
+    """A launcher of the sm90 kernel rejects them by name, though the strides are those of rows."""
+    case = replace(PLAIN_GQA, **SCALES_IN_ROWS)
+    in_rows, elsewhere = choose(case, launches, "auto"), args_of(case)
+    others = {"key_scales": elsewhere.key_scales, "value_scales": elsewhere.value_scales}
 
-    reject_sm90(case, launches, "expected rows at multiples of 16 ")
-    invariant = choose(case, launches, "auto", batch_invariant=True).call
-    assert invariant.decode.spec.family == "gqa_sm80"
+    assert in_rows.families == ["gqa_sm90"]
+    assert choose(case, launches, "auto", **others).families[0] == "gqa_sm80"
+    with pytest.raises(UnsupportedError, match="or with their scales behind them"):
+        choose(case, launches, "sm90", **others)
+    with pytest.raises(
+        ArgumentError, match=r"^kv_cache_sf\[0\]: expected scales behind their rows"
+    ):
+        GQA_FAMILY.launch(in_rows.call, args_of(case)._replace(**others))
 
 
 @pytest.mark.parametrize("case", [MLA, GQA], ids=["mla", "gqa"])

@@ -44,6 +44,7 @@ class Store:
     value: torch.Tensor
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
+    rows: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict, init=False)  # inline
 
     def fill(
         self, ids: torch.Tensor, value_ids: torch.Tensor, length: int, generator: torch.Generator
@@ -114,7 +115,8 @@ class Store:
     def caches(self, cache_layout: str, layout: str) -> object:
         """Return keys and values in a cache layout of the entry points."""
         if cache_layout == "inline":
-            return self._inline(layout)[:2]
+            self.rows[layout] = self._inline(layout)  # those that the scales are of
+            return self.rows[layout][:2]
         return _in_layout(self.key, self.value, cache_layout, layout)
 
     def scales(self, cache_layout: str, layout: str) -> object:
@@ -122,7 +124,7 @@ class Store:
         if self.key_scale is None or self.value_scale is None:
             return None
         if cache_layout == "inline":
-            return self._inline(layout)[2:]
+            return self.rows[layout][2:]
         parts = (self.key_scale, self.value_scale)
         if self.case.has_token_scales:
             scales: Any = _in_layout(parts[0][..., None], parts[1][..., None], cache_layout, layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +19,20 @@ driver = pytest.importorskip("cuda.bindings.driver")
 TENSOR = TiledTensor(
     dtype=DType.FP16, sizes=(64, 48, 8, 1000), strides=(1152, 128, 65536), box=(64, 16, 1, 1)
 )
+_KINDS = driver.CUtensorMapDataType
+_SWIZZLES = driver.CUtensorMapSwizzle
 
 
-def test_every_property_reaches_the_driver(monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(
+    ("has_words", "kind", "swizzle"),
+    [
+        (False, _KINDS.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, _SWIZZLES.CU_TENSOR_MAP_SWIZZLE_128B),
+        (True, _KINDS.CU_TENSOR_MAP_DATA_TYPE_UINT32, _SWIZZLES.CU_TENSOR_MAP_SWIZZLE_NONE),
+    ],
+)
+def test_every_property_reaches_the_driver(
+    has_words: bool, kind: object, swizzle: object, monkeypatch: Patch
+) -> None:
     """Type, rank, address, sizes, strides and box are passed; element strides are 1."""
     passed: list[Any] = []
     made = ctypes.create_string_buffer(bytes(range(128)), 128)
@@ -32,12 +44,11 @@ def test_every_property_reaches_the_driver(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode_tiled)
 
-    encoded = encode(TENSOR, 0x7F00)
+    encoded = encode(replace(TENSOR, has_words=has_words), 0x7F00)
 
     assert encoded == bytes(range(128))
-    kind, rank, address, *lists = passed
-    assert kind == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-    assert (rank, address) == (4, 0x7F00)
+    passed_kind, rank, address, *lists = passed
+    assert (passed_kind, rank, address) == (kind, 4, 0x7F00)
     assert [[int(number) for number in those] for those in lists[:4]] == [
         [64, 48, 8, 1000],
         [1152, 128, 65536],
@@ -46,7 +57,7 @@ def test_every_property_reaches_the_driver(monkeypatch: Patch) -> None:
     ]
     assert lists[4:] == [
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        swizzle,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     ]

@@ -205,6 +205,7 @@ def test_plain_files_are_formatted() -> None:
         gqa_sm90(kv_dtype=DType.E4M3, out_dtype=DType.E4M3),
         gqa_sm90(has_soft_cap=True),
         gqa_sm90(kv_dtype=DType.INT8_PER_TOKEN_HEAD),
+        gqa_sm90(kv_dtype=DType.INT8_PER_TOKEN_HEAD, has_unaligned_rows=True),
         gqa_sm90(page_size=128, sparse_block=128),
         gqa_sm90(kv_dtype=DType.NVFP4, sparse_block=1, has_output_gate=True),
         gqa_sm90(has_dcp=True, separate_page_ids=True),

@@ -51,6 +51,7 @@ KERNELS: list[KernelSpec] = [
     ),
     *(gqa_sm90(rows=rows, kv_dtype=DType.NVFP4) for rows in (8, 32)),
     gqa_sm90(rows=32, kv_dtype=DType.INT8_PER_TOKEN_HEAD),
+    gqa_sm90(kv_dtype=DType.INT8_PER_TOKEN_HEAD, has_unaligned_rows=True),
     gqa_sm90(kv_dtype=DType.INT8, kv_heads_per_cta=2),
     gqa_sm90(has_soft_cap=True),
     gqa_sm90(has_dcp=True, separate_page_ids=True),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlagen.errors import DriverError, UnsupportedError
-from mlagen.families.common.arguments import ALIGNMENT_BYTES
+from mlagen.families.common.arguments import ALIGNMENT_BYTES, reject
 from mlagen.families.common.launchers import (
     LAUNCH,
     Address,
@@ -36,6 +36,7 @@ from mlagen.families.gqa.problem import (
     alignment_of,
     check_pointers,
     paged_caches,
+    paged_scales,
 )
 from mlagen.families.gqa.sparse import MAX_TOKENS
 from mlagen.families.gqa.tensor_maps import GqaCacheMaps, GqaTensorMapLayout, maps_of
@@ -58,6 +59,8 @@ _COVERED = (
 )
 
 _AXES = ("page", "token", "head")
+
+_MAX_ROW_OFFSET = 1 << 30  # bytes; coordinates of TMA boxes are int32
 
 _SOURCES = joined(
     {
@@ -92,6 +95,7 @@ class GqaLauncher(Launcher):
 
     maps: GqaCacheMaps | None = None  # None: a kernel without TMA
     cache_alignment: int
+    scale_offsets: tuple[int, int] | None  # bytes from keys and values to scales in their rows
 
     def complete(self, args: GqaArgs, values: dict[str, Any]) -> None:
         """Reject misaligned tensors, and add the tensor maps."""
@@ -103,6 +107,10 @@ class GqaLauncher(Launcher):
             or values["output_gate"] % GATE_ALIGNMENT_BYTES
         ):
             check_pointers(args, self.cache_alignment)
+        offsets = (values["key_scales"] - key, values["value_scales"] - value)
+        if self.scale_offsets not in {None, offsets}:
+            name = args.names.kv_scales if args.value_scales is None else args.names.key_scales
+            reject(name, "scales behind their rows, as their strides say", "others")
         if self.maps is not None:
             values["maps"] = self.maps(key, value)
 
@@ -119,13 +127,17 @@ def make_sm90_launcher(
         raise NotCoveredError("MLAGEN_GQA_KERNEL=sm80")
     index, variant, shape = problem.device.index, problem.variant, shape_of(args, problem)
     max_tokens = _schedule_tokens(problem)
+    is_unaligned = not _has_aligned_rows(args)
+    if is_unaligned:
+        _require_scales_in_rows(args, problem)
+    facts = {"has_unaligned_rows": is_unaligned}
 
     def plan_on(sms: int) -> tuple[GqaSm90Spec, GqaSm90Plan] | None:
-        planned = plan_gqa_sm90_call(index, variant, shape, sms=sms)
+        planned = plan_gqa_sm90_call(index, variant, shape, sms=sms, **facts)
         if planned is None or variant.batch_invariant or fits_in_int32(*planned, max_tokens):
             return planned
         # KV tiles of one head have more tokens.
-        return plan_gqa_sm90_call(index, variant, shape, has_one_head=True, sms=sms)
+        return plan_gqa_sm90_call(index, variant, shape, has_one_head=True, sms=sms, **facts)
 
     sms = max(sms, WHOLE_GPU)  # it needs no cooperation
     planned = plan_within(args.workspace_buffer, sms, plan_on)
@@ -137,7 +149,6 @@ def make_sm90_launcher(
             f"MLAGEN_GQA_KERNEL=sm90: expected fewer than 2^31 KV blocks of {spec.block_n} "
             f"tokens in all work tiles, got {plan.total_tiles} of up to {max_tokens} tokens"
         )
-    _require_aligned_rows(args)
     maps = _maps_of_cache(args, problem, spec)
     return launcher_of(args, problem, plan, spec, named(plan, _SM90), maps)
 
@@ -206,9 +217,17 @@ def launcher_of(
         named(problem, f"{_OF_PROBLEM} {_OF_VARIANT}"),
     )
     alignment = max(alignment_of(args, cache) for cache in paged_caches(args))
+    scale_offsets = None
     if isinstance(spec, GqaSm90Spec):
-        alignment = ALIGNMENT_BYTES
-    facts = {"maps": maps, "cache_alignment": alignment}
+        if spec.has_unaligned_rows:
+            scale_offsets = (spec.key_row_bytes, spec.value_row_bytes)
+        else:
+            alignment = ALIGNMENT_BYTES
+    facts = {
+        "maps": maps,
+        "cache_alignment": alignment,
+        "scale_offsets": scale_offsets,
+    }
     return make_launcher(GqaLauncher, args, problem, plan, spec, sources, **facts)
 
 
@@ -228,14 +247,42 @@ def not_covered(index: int, variant: GqaVariant) -> NotCoveredError:
     )
 
 
-def _require_aligned_rows(args: GqaArgs) -> None:
-    """Reject rows with token scales between them, which TMA boxes may not begin at."""
+def _has_aligned_rows(args: GqaArgs) -> bool:
+    """Return whether rows begin where TMA boxes may, as those with scales between them do not."""
     for cache in paged_caches(args):
         axes = zip(cache.shape[:-1], cache.stride(), strict=False)
         places = [stride * cache.element_size() for size, stride in axes if size > 1]
         if any(place % ALIGNMENT_BYTES for place in (cache.data_ptr(), *places)):
-            rule = f"rows at multiples of {ALIGNMENT_BYTES} bytes"
+            return False
+    return True
+
+
+def _require_scales_in_rows(args: GqaArgs, problem: GqaProblem) -> None:
+    """Reject unaligned rows but those of the sm90 kernel: with a scale behind each.
+
+    Its TMA boxes begin at rows of every second token.
+    """
+    for part in ("key", "value"):
+        page, token, head = _cache_strides(problem, part)
+        is_covered = (
+            _cache_strides(problem, f"{part}_scale") == (page, token, head)
+            and 2 * token % ALIGNMENT_BYTES == 0
+            and (page % ALIGNMENT_BYTES == 0 or problem.num_pages == 1)
+            and token + head * problem.kv_heads < _MAX_ROW_OFFSET
+        )
+        if not (is_covered and _has_scales_in_rows(args)):
+            rule = f"rows at multiples of {ALIGNMENT_BYTES} bytes, or with their scales behind them"
             raise NotCoveredError(f"MLAGEN_GQA_KERNEL=sm90: expected {rule}; {_COVERED}")
+
+
+def _has_scales_in_rows(args: GqaArgs) -> bool:
+    """Return whether the first scales are behind the first key and value."""
+    caches = paged_caches(args)
+    scales = paged_scales(args, caches)
+    return scales is not None and all(
+        scale.data_ptr() == cache.data_ptr() + cache.shape[-1] * cache.element_size()
+        for scale, cache in zip(scales, caches, strict=True)
+    )
 
 
 def _base_addresses(args: GqaArgs, problem: GqaProblem) -> tuple[int, int]:

@@ -219,6 +219,7 @@ def plan_gqa_sm90_call(
     shape: ProblemShape,
     *,
     has_one_head: bool = False,
+    has_unaligned_rows: bool = False,
     sms: int = WHOLE_GPU,
 ) -> tuple[GqaSm90Spec, GqaSm90Plan] | None:
     """Return the sm90 kernel and its plan for a call on GPU ``device``; None if unsupported.
@@ -226,7 +227,8 @@ def plan_gqa_sm90_call(
     The plan chooses the KV heads of a CTA, or takes one if ``has_one_head``; ``sms`` is the
     number of SMs of the context.
     """
-    spec = gqa_sm90_spec(arch_of_device(device), variant, shape.rows)
+    arch = arch_of_device(device)
+    spec = gqa_sm90_spec(arch, variant, shape.rows, has_unaligned_rows=has_unaligned_rows)
     if spec is None:
         return None
     sm_count = sms or device_facts(device).sm_count

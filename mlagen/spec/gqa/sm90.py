@@ -67,6 +67,7 @@ _MAX_SPLITS = (256, 128, 64, 32, 16)
 _MAX_PARTIAL_BYTES = 512 * 1024  # of a CTA
 _OTHER_SHARED_BYTES = 1280  # of the other members in kernels/gqa_sm90/shared_memory.cuh
 
+_ROW_PADDING_BYTES = 16  # of an unaligned row and its scale, up to 12 of them before it
 _GATHER_WARPS = 2  # producer warps that gather tokens; each scheduler sub-partition has at most one
 _TMA_MAPS = parameters("TensorMap: key_map value_map")
 # Of a kernel that gathers, in their place.
@@ -132,6 +133,7 @@ class GqaSm90Spec(GqaSpec):
 
     block_m: int
     kv_heads_per_cta: int = 1  # KV heads that a CTA processes at a time
+    has_unaligned_rows: bool = False  # rows at multiples of 4 bytes, with their scales behind them
 
     @property
     def uses_tma(self) -> bool:
@@ -151,8 +153,9 @@ class GqaSm90Spec(GqaSpec):
     @property
     def added_parameters(self) -> tuple[Parameter, ...]:
         """Parameters of this variant besides the common ones."""
-        scales = CACHE_SCALE_PARAMETERS if self.scale_row_bytes else ()
-        keys = () if self.uses_tma else _KEY_PARAMETERS
+        has_scales = self.scale_row_bytes or self.variant.has_token_scales
+        scales = CACHE_SCALE_PARAMETERS if has_scales else ()
+        keys = _KEY_PARAMETERS if self.has_unaligned_rows or not self.uses_tma else ()
         return (*super().added_parameters, *scales, *keys)
 
     @property
@@ -220,11 +223,18 @@ class GqaSm90Spec(GqaSpec):
 
     @property
     def scale_row_bytes(self) -> int:
-        """Bytes of the scales of a cached token of one KV head; 0 without scales."""
+        """Bytes of the scales of a cached token of one KV head; 0 without, or in its rows."""
+        if self.has_unaligned_rows:
+            return 0
         if self.variant.has_token_scales:
             return TOKEN_SCALE_BYTES
         is_nvfp4 = self.variant.kv_dtype is DType.NVFP4
         return self.variant.head_dim // NVFP4_BLOCK if is_nvfp4 else 0
+
+    @property
+    def row_padding(self) -> int:
+        """Bytes of a row in shared memory beside its elements."""
+        return _ROW_PADDING_BYTES if self.has_unaligned_rows else 0
 
     @property
     def token_bytes(self) -> int:
@@ -236,9 +246,10 @@ class GqaSm90Spec(GqaSpec):
         """Max KV heads per CTA, for calls with a multiple of them.
 
         More than one only with the smallest tile, which fills a single MMA, and of a dense call:
-        KV heads have block indices of their own.
+        KV heads have block indices of their own. Unaligned rows are contiguous enough: a key with
+        its value.
         """
-        if self.variant.sparse_block:
+        if self.variant.sparse_block or self.has_unaligned_rows:
             return 1
         heads = _MAX_KV_HEADS_PER_CTA if self.block_m == min(BLOCK_MS) else 1
         while heads > 1 and heads * self.key_row_bytes > _TOKEN_BYTES:
@@ -280,7 +291,8 @@ class GqaSm90Spec(GqaSpec):
     @property
     def stage_bytes(self) -> int:
         """Bytes of a tile of K or V with its scales, aligned for the swizzle of the next."""
-        size = self.block_n * (self.token_bytes + self.scale_row_bytes * self.kv_heads_per_cta)
+        others = self.row_padding + self.scale_row_bytes * self.kv_heads_per_cta
+        size = self.block_n * (self.token_bytes + others)
         alignment = _SWIZZLED_LINES * self.line_bytes
         return -(-size // alignment) * alignment
 
@@ -313,7 +325,7 @@ class GqaSm90Spec(GqaSpec):
             self.shared_bytes - self.stages * self.stage_bytes - query_bytes - _OTHER_SHARED_BYTES
         )
         whole_rows = [(rows, dims) for rows in BLOCK_MS if rows <= self.block_m]
-        tiles = dims // _DIM_TILE
+        tiles = dims // (_DIM_TILE * (2 if self.has_unaligned_rows else 1))
         parts = [(min(BLOCK_MS), dims // n) for n in range(2, tiles + 1) if tiles % n == 0]
         other_row_bytes = _COMBINE_PADDING_BYTES + self.row_state_bytes
         return next(
@@ -347,7 +359,9 @@ def block_m_for(head_dim_vo: int, rows: int) -> int:
     return min((tile for tile in known if rows <= tile), default=known[0])
 
 
-def gqa_sm90_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm90Spec | None:
+def gqa_sm90_spec(
+    arch: Arch, variant: GqaVariant, rows: int, *, has_unaligned_rows: bool = False
+) -> GqaSm90Spec | None:
     """Return the sm90 kernel for ``rows`` query rows per KV head, or None if unsupported.
 
     Its CTAs process one KV head each.
@@ -364,13 +378,20 @@ def gqa_sm90_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm90Spec | N
     )
     if not is_covered:
         return None
-    spec = GqaSm90Spec(arch=arch, variant=variant, block_m=block_m_for(head_dim_vo, rows))
+    spec = GqaSm90Spec(
+        arch=arch,
+        variant=variant,
+        block_m=block_m_for(head_dim_vo, rows),
+        has_unaligned_rows=has_unaligned_rows,
+    )
     return spec if _loads(spec) else None
 
 
 def _loads(spec: GqaSm90Spec) -> bool:
     """Return whether the kernel can load the KV tiles: by TMA, or a token at a time."""
     variant = spec.variant
+    if spec.has_unaligned_rows and not variant.has_token_scales:
+        return False
     if not spec.uses_tma:
         return not variant.batch_invariant
     if variant.sparse_block:  # an index names the page of a TMA box

@@ -17,8 +17,10 @@ __device__ inline int row_of(int group, int r) { return group * 8 + lane_index()
 __device__ inline int q_fragment_row(int group) { return group * 8 + lane_index() / 4; }
 
 // Token of accumulators `half * 2` and `half * 2 + 1`, relative to the warp's first token.
+// Unaligned rows are those of even tokens, then of odd ones.
 __device__ inline int token_of_lane(int step, int half) {
-  return step * kStepTokens + half * 8 + lane_index() / 4;
+  const int row = lane_index() / 4;
+  return step * kStepTokens + (kHasUnalignedRows ? row * 2 + half : half * 8 + row);
 }
 
 // Part of the output dims of a warp, and index of the warp among those of the same part.

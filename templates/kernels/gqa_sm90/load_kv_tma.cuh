@@ -12,6 +12,7 @@
 #include "scale_rows.cuh"
 #include "shared_memory.cuh"
 #include "sparse_boxes.cuh"
+#include "unaligned_rows.cuh"
 #include "work_item.cuh"
 
 // K and V come through the TMA pipeline. Each lane issues one TMA box of every
@@ -175,6 +176,20 @@ struct KvScales {
   }
 };
 
+// Loads the two boxes of unaligned rows, of even tokens and of odd ones.
+template <typename RowParams>
+__device__ inline void load_unaligned(const RowParams& params, int kv, int kv_head, int slot,
+                                      int page, u32 target, u32 box_bytes, u32 full,
+                                      u64 cache_hint) {
+#pragma unroll
+  for (int parity = 0; parity < 2; ++parity) {
+    const RowPlace place(params, kv, kv_head, parity);
+    cp_async_bulk_tensor(target + parity * (box_bytes / 2),
+                         kv == 0 ? &params.key_map : &params.value_map, full, cache_hint,
+                         place.word_of_box(), slot / 2, place.head, page);
+  }
+}
+
 __device__ inline void load_work(const Params& params, const WorkItem& work, KvTmaBoxes& boxes,
                                  SharedMemoryPlan& smem, PipelineState<kStages>& kv_pipe) {
   const int end = work.first_kv_block + work.num_kv_blocks;
@@ -208,8 +223,12 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
       if (issues_copy) {
         const u32 target = shared_address(smem.kv[kv_pipe.index]) + box_of_lane * box_bytes;
         const int page = boxes.page_of(kv == 1);
-        cp_async_bulk_tensor(target, kv == 0 ? &params.key_map : &params.value_map, full,
-                             cache_hint, 0, slot, 0, work.kv_head, page);
+        if constexpr (kHasUnalignedRows) {
+          load_unaligned(params, kv, work.kv_head, slot, page, target, box_bytes, full, cache_hint);
+        } else {
+          cp_async_bulk_tensor(target, kv == 0 ? &params.key_map : &params.value_map, full,
+                               cache_hint, 0, slot, 0, work.kv_head, page);
+        }
       }
       if constexpr (kHasScales) {
         kv_scales.load(params, kv, in_window * kBoxesPerKvBlock,

@@ -19,11 +19,31 @@
 #include "softmax/value_scaling.cuh"
 #include "sparse_tokens.cuh"
 #include "token_scales.cuh"
+#include "unaligned_rows.cuh"
 #include "work_item.cuh"
 #include "work_pipeline.cuh"
 
+// Loads two chunks of the tokens of a step: of K, or transposed of V.
+__device__ inline void load_k(u32 (&loaded)[4], const KeyRows& rows, const unsigned char* keys,
+                              int step, int pair) {
+  ldmatrix_x4(loaded, rows.at(keys, step, pair));
+}
+__device__ inline void load_k(u32 (&loaded)[4], const UnalignedKeyRows& rows,
+                              const unsigned char* keys, int step, int pair) {
+  rows.load(loaded, keys, step, pair);
+}
+__device__ inline void load_v(u32 (&loaded)[4], const ValueRows& rows, const unsigned char* values,
+                              int step, int pair) {
+  ldmatrix_x4_trans(loaded, rows.at(values, step, pair));
+}
+__device__ inline void load_v(u32 (&loaded)[4], const UnalignedValueRows& rows,
+                              const unsigned char* values, int step, int pair) {
+  rows.load(loaded, values, step, pair);
+}
+
 // QK GEMM of one step: S^T = K Q^T.
-__device__ inline void qk_gemm(const KeyRows& rows, const unsigned char* keys, int warp, int step,
+template <typename Rows>
+__device__ inline void qk_gemm(const Rows& rows, const unsigned char* keys, int warp, int step,
                                const Query& query, float (&scores)[kRowGroups][4]) {
   const KeyScales scales(keys, warp, step);
   constexpr int kChains = kRowGroups == 1 ? 2 : 1;  // independent MMA chains
@@ -31,7 +51,7 @@ __device__ inline void qk_gemm(const KeyRows& rows, const unsigned char* keys, i
 #pragma unroll
   for (int pair = 0; pair < KeyTile::kChunkPairs; ++pair) {
     u32 loaded[4];
-    ldmatrix_x4(loaded, rows.at(keys, step, pair));
+    load_k(loaded, rows, keys, step, pair);
 #pragma unroll
     for (int i = 0; i < kFragmentsPerLoad; ++i) {
       const int k = pair * kFragmentsPerLoad + i;
@@ -55,22 +75,23 @@ __device__ inline void qk_gemm(const KeyRows& rows, const unsigned char* keys, i
 
 // PV GEMM of one step: O^T += V^T P^T. Returns a word that depends on all V fragments, for
 // arrive_after_reads.
-__device__ inline u32 pv_gemm(const ValueRows& rows, const unsigned char* values, int warp,
-                              int step, const u32 (&probabilities)[kRowGroups][2], Output& output) {
+template <typename Rows>
+__device__ inline u32 pv_gemm(const Rows& rows, const unsigned char* values, int warp, int step,
+                              const u32 (&probabilities)[kRowGroups][2], Output& output) {
   const ValueScales scales(values, warp, step);
   u32 read = 0;
 #pragma unroll
   for (int pair = 0; pair < ValueTile::kChunkPairs / kDimParts; ++pair) {
     u32 loaded[4];
-    ldmatrix_x4_trans(loaded, rows.at(values, step, pair));
+    load_v(loaded, rows, values, step, pair);
 #pragma unroll
     for (int i = 0; i < kFragmentsPerLoad; ++i) {
       u32 a[4];
       v_fragment(loaded, i, scales, pair, a);
       // From converted fragments: that schedules conversions better than raw ones do.
       if (i == 1) read ^= a[0];
-      // The other block scales: of the tokens of a[0] they are in it.
-      if (kHasBlockScales && i == 1) read ^= a[2];
+      // Block scales, or unaligned rows, of the other tokens: those of a[0] are in it.
+      if ((kHasBlockScales || kHasUnalignedRows) && i == 1) read ^= a[2];
 #pragma unroll
       for (int n = 0; n < kRowGroups; ++n) {
         mma_m16n8k16(Element{}, output[pair * kFragmentsPerLoad + i][n], a, probabilities[n][0],
@@ -83,6 +104,25 @@ __device__ inline u32 pv_gemm(const ValueRows& rows, const unsigned char* values
 #pragma unroll
   for (int tile = 0; tile < kPartDimTiles; ++tile) read ^= __float_as_uint(output[tile][0][0]);
   return read;
+}
+
+// What rows of K and V of a warp are made of, and the rows: unaligned ones are made anew in every
+// KV block.
+template <typename Rows, typename AnyParams>
+__device__ inline auto row_source(const AnyParams& params, int kv_head, Rows aligned) {
+  if constexpr (kHasUnalignedRows) {
+    return RowShifts(params, kv_head);
+  } else {
+    return aligned;
+  }
+}
+__device__ inline const KeyRows& key_rows(const KeyRows& rows, int) { return rows; }
+__device__ inline UnalignedKeyRows key_rows(const RowShifts& shifts, int warp) {
+  return UnalignedKeyRows(warp, shifts);
+}
+__device__ inline const ValueRows& value_rows(const ValueRows& rows, int) { return rows; }
+__device__ inline UnalignedValueRows value_rows(const RowShifts& shifts, int warp) {
+  return UnalignedValueRows(warp, shifts);
 }
 
 // A word that depends on all K fragments, for arrive_after_reads.
@@ -118,8 +158,8 @@ __device__ inline bool process_work(const Params& params, int warp, const GqaSco
   const WorkPipeline& work_pipeline = smem.work_pipeline;
   const int head = head_of_warp(warp);
   const WorkItem& work = work_pipeline.at(work_idx, head);
-  const KeyRows k_rows = k_ldmatrix_rows(warp);
-  const ValueRows v_rows = v_ldmatrix_rows(warp);
+  const auto k_source = row_source(params, work.kv_head, k_ldmatrix_rows(warp));
+  const auto v_source = row_source(params, work.kv_head, v_ldmatrix_rows(warp));
   query.load(params, work, warp, smem);
   const RowScales row_scales(query, score.scale);
   Softmax softmax;
@@ -156,11 +196,14 @@ __device__ inline bool process_work(const Params& params, int warp, const GqaSco
     }
     Scores scores;
     wait(smem.kv_full[kv_pipe.index], kv_pipe.phase);
+    const auto& k_rows = key_rows(k_source, warp);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       qk_gemm(k_rows, smem.kv[kv_pipe.index], warp, step, query, scores[step]);
     }
-    if constexpr (kHasTokenScales) TokenScales(smem.kv[kv_pipe.index], warp).multiply(scores);
+    if constexpr (kHasTokenScales) {
+      TokenScales(k_rows, smem.kv[kv_pipe.index], warp).multiply(scores);
+    }
     release(smem.kv_empty[kv_pipe.index], dependency_on(scores));
     kv_pipe.advance();
 
@@ -182,12 +225,13 @@ __device__ inline bool process_work(const Params& params, int warp, const GqaSco
       if constexpr (kUsesTma) {
         if (has_boundary) clear_sparse(sparse_tokens, warp, values);
       }
-    } else if (has_boundary && clear_masked(work, first_token, warp, values)) {
+    } else if (has_boundary && clear_masked(params, work, first_token, warp, values)) {
       smem.nonfinite_work[work_idx % 2] = work_idx;
     }
     u32 read = 0;
+    const auto& v_rows = value_rows(v_source, warp);
     if constexpr (kHasTokenScales) {
-      TokenScales scales(values, warp);
+      TokenScales scales(v_rows, values, warp);
       if (has_boundary && scales.clear_masked(work, first_token)) {
         smem.nonfinite_work[work_idx % 2] = work_idx;
       }

@@ -10,6 +10,7 @@
 #include "fragments.cuh"
 #include "mma.cuh"
 #include "ptx/sync.cuh"
+#include "unaligned_rows.cuh"
 #include "work_item.cuh"
 
 // Chunk `chunk` of token `warp_token` of a warp in a V tile.
@@ -22,6 +23,19 @@ __device__ inline Chunk* chunk_at(unsigned char* tile, int warp, int warp_token,
                                   chunk / kSwizzleChunks * kColumnBytes + offset);
 }
 
+// Word `word` of an unaligned row of V.
+struct RowWord {
+  u32 words[1];
+};
+__device__ inline RowWord* row_word_at(unsigned char* tile, int warp, int warp_token, int word,
+                                       const RowShifts& shifts) {
+  const int parity = warp_token % 2;
+  const int step = warp_token / kStepTokens;
+  const u32 offset = unaligned_offset<ValueTile>(warp, parity, warp_token % kStepTokens / 2) +
+                     step * kUnalignedStep<ValueTile> + shifts.of(1, parity);
+  return reinterpret_cast<RowWord*>(tile + offset) + word;
+}
+
 // Word `word` of the block scales of token `warp_token` of a warp, behind a V tile.
 struct ScaleWord {
   u32 words[1];
@@ -31,32 +45,46 @@ __device__ inline ScaleWord* scale_word_at(unsigned char* tile, int warp, int wa
   return reinterpret_cast<ScaleWord*>(tile + scale_row_offset(warp, warp_token)) + word;
 }
 
-// What decides whether V of a token is finite: its chunks, or its block scales, since e2m1 has
-// neither NaN nor Inf.
-template <bool kAreScales>
+// What decides whether V of a token is finite: its chunks, or words if it is unaligned, or its
+// block scales, since e2m1 has neither NaN nor Inf.
+template <bool kAreScales, bool kAreUnaligned = false>
 struct FiniteParts {
   using Part = Chunk;
   static constexpr int kCount = kValueRowBytes / kDimParts / kChunkBytes;  // of a warp
-  __device__ static Part* at(unsigned char* tile, int warp, int warp_token, int part) {
+  __device__ static Part* at(unsigned char* tile, int warp, int warp_token, int part,
+                             const RowShifts&) {
     return chunk_at(tile, warp, warp_token, part);
   }
 };
 template <>
-struct FiniteParts<true> {
+struct FiniteParts<true, false> {
   using Part = ScaleWord;
   static constexpr int kCount = kScaleRowBytes / sizeof(Part);
-  __device__ static Part* at(unsigned char* tile, int warp, int warp_token, int part) {
+  __device__ static Part* at(unsigned char* tile, int warp, int warp_token, int part,
+                             const RowShifts&) {
     return scale_word_at(tile, warp, warp_token, part);
+  }
+};
+template <>
+struct FiniteParts<false, true> {
+  using Part = RowWord;
+  static constexpr int kCount = kValueRowBytes / kDimParts / sizeof(Part);
+  __device__ static Part* at(unsigned char* tile, int warp, int warp_token, int part,
+                             const RowShifts& shifts) {
+    return row_word_at(tile, warp, warp_token, part, shifts);
   }
 };
 
 // Clears V of this warp's tokens that are masked for some rows: whole tokens that no row attends
 // to, and non-finite elements of the others. Returns whether it cleared a non-finite element, which
 // restore_nonfinite then adds back.
-__device__ inline bool clear_masked(const WorkItem& work, int first_token, int warp,
-                                    unsigned char* tile) {
-  using Parts = FiniteParts<kHasBlockScales>;
+template <typename AnyParams>
+__device__ inline bool clear_masked(const AnyParams& params, const WorkItem& work, int first_token,
+                                    int warp, unsigned char* tile) {
+  using Parts = FiniteParts<kHasBlockScales, kHasUnalignedRows>;
   using Part = Parts::Part;
+  RowShifts shifts;
+  if constexpr (kHasUnalignedRows) shifts = RowShifts(params, work.kv_head);
   const int begin = part_of_warp(warp) * Parts::kCount;
   const KvRange unmasked = {work.unmasked_kv_begin, work.unmasked_kv_end};
   const KvRange attended = {work.kv_begin, work.kv_end};
@@ -66,7 +94,7 @@ __device__ inline bool clear_masked(const WorkItem& work, int first_token, int w
   for (int i = lane_index(); i < kWarpTokens * Parts::kCount; i += kWarpLanes) {
     const int token = first_token + i / Parts::kCount;
     if (unmasked.contains(token)) continue;
-    Part* part = Parts::at(tile, warp, i / Parts::kCount, begin + i % Parts::kCount);
+    Part* part = Parts::at(tile, warp, i / Parts::kCount, begin + i % Parts::kCount, shifts);
     Part cleared{};
     if (attended.contains(token)) {
       const Part stored = *part;
@@ -91,7 +119,7 @@ __device__ inline void clear_sparse(int end, int warp, unsigned char* tile) {
   for (int i = lane_index() + end * Parts::kCount; i < kWarpTokens * Parts::kCount;
        i += kWarpLanes) {
     *Parts::at(tile, warp, i / Parts::kCount,
-               part_of_warp(warp) * Parts::kCount + i % Parts::kCount) = Chunk{};
+               part_of_warp(warp) * Parts::kCount + i % Parts::kCount, RowShifts{}) = Chunk{};
   }
   fence_proxy_async();
   __syncwarp();

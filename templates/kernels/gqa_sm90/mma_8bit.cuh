@@ -76,9 +76,12 @@ __device__ inline void v_fragment(const u32 (&loaded)[4], int chunk, const Value
   a[3] = second.y;
 }
 
-// Dim of accumulators `half * 2` and `half * 2 + 1` of a 16-dim tile.
+// Dim of accumulators `half * 2` and `half * 2 + 1` of a 16-dim tile. Of unaligned rows a lane has
+// four adjacent dims in two tiles.
 __device__ inline int dim_of_lane(int tile, int half) {
-  return tile * 16 + lane_index() / 4 * 2 + half;
+  const int lane = lane_index() / 4;
+  if constexpr (kHasUnalignedRows) return tile / 2 * 32 + lane * 4 + tile % 2 * 2 + half;
+  return tile * 16 + lane * 2 + half;
 }
 
 // Returns 0xff in each byte that is NaN or Inf; e4m3 has no Inf, int8 has neither.
@@ -89,13 +92,14 @@ __device__ inline u32 nonfinite_bytes(E5m2, u32 word) {
 }
 __device__ inline u32 nonfinite_bytes(Int8, u32) { return 0; }
 
-// Zeroes NaN and Inf in a chunk.
-__device__ inline Chunk zero_nonfinite(Chunk chunk) {
+// Zeroes NaN and Inf in a chunk, or in a word.
+template <typename Part>
+__device__ inline Part zero_nonfinite(Part part) {
 #pragma unroll
-  for (int word = 0; word < 4; ++word) {
-    chunk.words[word] &= ~nonfinite_bytes(StoredElement{}, chunk.words[word]);
+  for (u32 word = 0; word < sizeof(Part) / sizeof(u32); ++word) {
+    part.words[word] &= ~nonfinite_bytes(StoredElement{}, part.words[word]);
   }
-  return chunk;
+  return part;
 }
 
 // Dequantized element of a cached V row.

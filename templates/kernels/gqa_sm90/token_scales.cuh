@@ -24,12 +24,18 @@ struct TokenScales {
   float tokens[kSteps][2];
 
   // Of a tile of K or V, which has arrived.
-  __device__ TokenScales(const unsigned char* tile, int warp) {
+  template <typename Rows>
+  __device__ TokenScales(const Rows& rows, const unsigned char* tile, int warp) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int offset = scale_row_offset(warp, token_of_lane(step, half));
+        u32 offset;
+        if constexpr (kHasUnalignedRows) {
+          offset = rows.scale_offset(step, half);
+        } else {
+          offset = scale_row_offset(warp, token_of_lane(step, half));
+        }
         tokens[step][half] = *reinterpret_cast<const float*>(tile + offset);
       }
     }
