@@ -323,11 +323,13 @@ def assert_like_transformers(
     assert drift.mean() <= 1.5 * usual.mean()
 
 
-def assert_like_another(did: dict[str, Any], other: dict[str, Any], bits: int = 8) -> None:
+def assert_like_another(
+    did: dict[str, Any], other: dict[str, Any], bits: int = 8, least: float = 0.5
+) -> None:
     """Check that two engines over the same weights decode the same tokens, up to rounding.
 
-    After the first token that rounding changes, they decode other contexts. ``bits`` are those of a
-    cached value, or more.
+    After the first token that rounding changes, they decode other contexts: ``least`` is the share
+    of all tokens that must precede it. ``bits`` are those of a cached value, or more.
     """
     # bf16 logits of 4 to 8 are multiples of 1/32: three of these. Where rounding changes the code
     # of a value that a decode step caches, 4 bits move it four times as far as e4m3 does, which
@@ -343,5 +345,5 @@ def assert_like_another(did: dict[str, Any], other: dict[str, Any], bits: int = 
         pairs = list(zip(got, wanted, strict=True))[:shared]
         drifts.append([round(abs(a - b), 4) for a, b in pairs])
     assert all(drifts)  # prefill gives the first tokens, in both by the same kernels
-    assert sum(map(len, drifts)) >= NEW * len(drifts) / 2, drifts
+    assert sum(map(len, drifts)) >= NEW * len(drifts) * least, drifts
     assert max(map(max, drifts)) <= tolerance, drifts
