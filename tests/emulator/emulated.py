@@ -9,6 +9,7 @@ that outlives its CTA is an error. Copies by cp.async come when their thread wai
 from __future__ import annotations
 
 import ctypes
+import mmap
 import re
 import shutil
 import struct
@@ -41,6 +42,10 @@ _OPTIONS = (
     *(["-fuse-ld=gold"] if shutil.which("ld.gold") else []),  # in a third of the time of ld
 )
 _MAP_BYTES = 128
+_STACK_STRIDE = 256 * 1024 + 4096 + 192  # kStackStride
+_KEPT_BYTES = 16384 * _STACK_STRIDE  # of which a thread uses some pages
+_MAP_NORESERVE = 0x4000  # a name of the module since Python 3.13
+_kept_stacks: list[mmap.mmap] = []
 
 # Shared memory: the emulator has one for each block, at `bytes`.
 _DYNAMIC_SHARED = "extern __shared__ __align__(1024) unsigned char bytes[];"
@@ -67,9 +72,23 @@ def launch(spec: KernelSpec, params: bytes, blocks: int, seed: int) -> None:
     AssertionError
         If the kernel does something that is not allowed.
     """
-    complaint = _library(spec).launch_emulated(params, blocks, spec.threads, seed)
+    stacks = _stacks(blocks * spec.threads * _STACK_STRIDE)
+    complaint = _library(spec).launch_emulated(params, blocks, spec.threads, seed, stacks)
+    if len(_kept_stacks[0]) > _KEPT_BYTES:
+        _kept_stacks[0].madvise(mmap.MADV_DONTNEED, _KEPT_BYTES)
     if complaint:
         raise AssertionError(f"{spec}: {complaint.decode()}")
+
+
+def _stacks(size: int) -> ctypes.c_void_p:
+    """Return memory for the stacks of all threads, of which the first stay mapped for all launches.
+
+    Page faults of new ones take longer than most launches.
+    """
+    if not _kept_stacks or len(_kept_stacks[0]) < size:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        _kept_stacks[:] = [mmap.mmap(-1, size, flags=flags)]
+    return ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(_kept_stacks[0])))
 
 
 def replace_launches(patch: pytest.MonkeyPatch, plan: Any, *, sm_count: int, seed: int) -> None:

@@ -57,6 +57,8 @@ inline jmp_buf launcher;
 
 constexpr int kMaxThreads = 1024;
 constexpr size_t kStackBytes = 256 * 1024;
+// From stack to stack: their ends, which are in use, lie in different sets of the caches.
+constexpr size_t kStackStride = kStackBytes + 4096 + 192;
 constexpr int kLanes = 32;
 
 // A cp.async of a thread, in its group.
@@ -238,7 +240,7 @@ static size_t __cvta_generic_to_shared(const void* pointer) {
 // What grid.h has: compiled once, it shares the variables of these headers with each kernel.
 inline void (*run_kernel)();
 void run_warp(int warp);
-const char* launch(int blocks, int threads, int seed);
+const char* launch(int blocks, int threads, int seed, char* stacks);
 
 // Nothing else is seen outside of its library, whose variables would be one for all libraries.
 #define CALLED_FROM_PYTHON extern "C" __attribute__((visibility("default")))

@@ -75,7 +75,7 @@ struct Block {
   Meeting of_groups[kMaxThreads / kGroupThreads] = {};
   u32 votes[16] = {};
 
-  Block(unsigned index, int count)
+  Block(unsigned index, int count, char* stacks)
       : index(index),
         late(chance() % 4 == 0 ? chance() % 400 : 0),
         rounds(1u << chance() % 8),
@@ -91,12 +91,10 @@ struct Block {
     }
     for (size_t warp = 0; warp < warps.size(); ++warp) warps[warp] = static_cast<int>(warp);
     for (unsigned& turns : slowness) turns = chance() % 6 == 0 ? 2u << chance() % 4 : 1;
-    for (Fiber& fiber : threads) fiber.stack = static_cast<char*>(malloc(kStackBytes));
-  }
-  Block(Block&&) = default;
-  Block& operator=(Block&&) = default;
-  ~Block() {
-    for (const Fiber& fiber : threads) free(fiber.stack);
+    for (Fiber& fiber : threads) {
+      fiber.stack = stacks;
+      stacks += kStackStride;
+    }
   }
 
   // Puts it in the place of what runs, or back.
@@ -145,7 +143,7 @@ struct Block {
 };
 
 // As many as wait for each other, and so all, run at the same time.
-static void run_blocks(int count, int threads) {
+static void run_blocks(int count, int threads, char* stacks) {
   constexpr int kPatience = 1000;
   block_threads = threads;
   mbarriers.clear();  // a launch that went wrong may have left something
@@ -156,7 +154,9 @@ static void run_blocks(int count, int threads) {
   memset(any_of_barrier, 0, sizeof any_of_barrier);
   static std::vector<Block> blocks;
   blocks.clear();
-  for (int index = 0; index < count; ++index) blocks.emplace_back(index, threads);
+  for (int index = 0; index < count; ++index) {
+    blocks.emplace_back(index, threads, stacks + kStackStride * threads * index);
+  }
   for (int idle_rounds = 0; !blocks.empty(); ++idle_rounds) {
     Block& block = blocks[chance() % blocks.size()];
     if (block.late > 0) {
@@ -172,10 +172,10 @@ static void run_blocks(int count, int threads) {
   }
 }
 
-const char* launch(int blocks, int threads, int seed) {
+const char* launch(int blocks, int threads, int seed, char* stacks) {
   generator.seed(static_cast<unsigned>(seed));
   gridDim = {static_cast<unsigned>(blocks), 1, 1};
   complaint[0] = '\0';
-  if (setjmp(launcher) == 0) run_blocks(blocks, threads);
+  if (setjmp(launcher) == 0) run_blocks(blocks, threads, stacks);
   return complaint;
 }

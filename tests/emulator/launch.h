@@ -9,7 +9,7 @@ static void keep_params(const void* params) {
 
 // Returns what is wrong, or an empty text.
 CALLED_FROM_PYTHON const char* launch_emulated(const void* params, int blocks, int threads,
-                                               int seed) {
+                                               int seed, char* stacks) {
   keep_params(params);
-  return launch(blocks, threads, seed);
+  return launch(blocks, threads, seed, stacks);
 }
