@@ -5,8 +5,20 @@
 #include "common/types.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
+#include "ptx/load.cuh"
 
-__device__ inline float sigmoid(float value) { return 1.0f / (1.0f + ex2_approx(value * -kLog2E)); }
+__device__ inline float sigmoid(float value) {
+  return rcp_approx(1.0f + ex2_approx(value * -kLog2E));
+}
+
+// Prefetches the gates of `count` elements from `offset` on into L2, by thread `thread` of more
+// threads than they have cache lines.
+template <typename GateParams>
+__device__ inline void prefetch_gates(const GateParams& params, i64 offset, int count, int thread) {
+  constexpr int kGatesPerCacheLine = 64;
+  if (thread * kGatesPerCacheLine >= count) return;
+  prefetch_l2(params.output_gate + offset + thread * kGatesPerCacheLine);
+}
 
 // Gates four elements of the output, from `offset` on. The output is rounded before, as by a caller
 // that multiplies it himself. A template: Params of a kernel without a gate lacks it.

@@ -21,12 +21,18 @@ template <typename SparseParams>
 __device__ inline SparseSeq sparse_seq_of(const SparseParams& params, int token) {
   if (params.block_tables == nullptr) return {0, kMaxKvLen};
   const int q_len = max(params.request_q_len, 1);
-  const int seq_idx = params.token_to_req == nullptr ? token / q_len : params.token_to_req[token];
+  int seq_idx = token;
+  int query = 0;  // of the request
+  if (q_len > 1) {
+    seq_idx = token / q_len;
+    query = token - seq_idx * q_len;
+  }
+  if (params.token_to_req != nullptr) seq_idx = params.token_to_req[token];
   if (static_cast<u32>(seq_idx) >= static_cast<u32>(params.num_requests)) return {0, 0};
   const i64 seq_len = params.seq_lens == nullptr ? kMaxKvLen : params.seq_lens[seq_idx];
   const int kv_len = clamp_kv_len(seq_len, params.max_pages);
   if (!params.is_causal) return {seq_idx, kv_len};
-  return {seq_idx, min(kv_len, max(kv_len - q_len + token % q_len + 1, 0))};
+  return {seq_idx, min(kv_len, max(kv_len - q_len + query + 1, 0))};
 }
 
 // Indices of a query token and KV head.

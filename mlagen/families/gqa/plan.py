@@ -36,6 +36,7 @@ _DEQUANT_BYTES_PER_US_OF_SM = {
     DType.INT8: 60_000,
     DType.NVFP4: 22_000,
 }
+_GATHER_BYTES_PER_US_OF_SM = 60_000  # of one whose producer warps gather tokens, at most
 _COMBINE_US = 1.3  # fixed cost of a combine
 _SPLIT_US = 0.1  # cost per split
 _UNEVEN_US = 2.0  # of CTAs whose range is neither whole work tiles nor equal splits
@@ -162,6 +163,9 @@ def _num_cta_groups(
     unit_tokens = -(-shape.max_kv_len // units) if spec.split_tokens else spec.block_n
     unit_bytes = unit_tokens * spec.kv_heads_per_cta * row_bytes
     rate_of_sm = _DEQUANT_BYTES_PER_US_OF_SM.get(spec.variant.kv_dtype.element, _BYTES_PER_US_OF_SM)
+
+    if not spec.uses_tma:
+        rate_of_sm = min(rate_of_sm, _GATHER_BYTES_PER_US_OF_SM)
 
     def microseconds(num_cta_groups: int) -> float:
         idle = 1 - num_cta_groups / max_cta_groups

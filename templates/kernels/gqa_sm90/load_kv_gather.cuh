@@ -64,15 +64,15 @@ struct KvGather {
   __device__ KvGather() = default;
   __device__ KvGather(const Params& params, const WorkItem& work) {
     if (work.is_none()) return;
-    const SparseSeq seq = sparse_seq_of(params, work.first_query);
-    table = params.block_tables + seq.seq_idx * static_cast<i64>(params.block_tables_stride);
-    table_end = seq.kv_end;
     end = min((work.first_kv_block + work.num_kv_blocks) * kBlockN, work.kv_end);
     indices = block_indices_of(params, work.first_query, work.kv_head);
     if constexpr (kSeparatePageIds) {
       value_indices = value_tables_of(params) + work.first_query * params.indices_stride;
     }
-    read_indices(work.first_kv_block);
+    read_indices(work.first_kv_block);  // before the request, which it does not depend on
+    const SparseSeq seq = sparse_seq_of(params, work.first_query);
+    table = params.block_tables + seq.seq_idx * static_cast<i64>(params.block_tables_stride);
+    table_end = seq.kv_end;
     read_tokens();
     read_indices(work.first_kv_block + 1);
   }
@@ -106,16 +106,23 @@ __device__ constexpr int row_lanes(int chunks) {
   return lanes;
 }
 
+// Copies in flight between two waits for shuffled addresses.
+constexpr int kCopiesPerStep = kSeparatePageIds ? 4 : 8;
+
 // Copies the rows of the warp's tokens to a tile; `exist` has a bit for each.
 template <typename Tile>
-__device__ inline void copy_rows(const Params& params, const PagedRows& rows,
-                                 const LaneTokens& lane_tokens, const u32 (&exist)[kTokensPerLane],
-                                 u32 target) {
+__device__ inline void copy_rows(const u64 (&lane_rows)[kTokensPerLane],
+                                 const u32 (&exist)[kTokensPerLane], u32 target) {
   constexpr int kRowChunks = 2 * Tile::kChunkPairs;
   constexpr int kRowLanes = row_lanes(kRowChunks);
   constexpr int kCopyTokens = kWarpLanes / kRowLanes;  // of a copy
+  constexpr int kRowCopies = (kRowChunks + kRowLanes - 1) / kRowLanes;
   // Tokens so far apart have the same swizzle, which is the XOR of those of the parts of their sum.
   constexpr int kPeriod = kCopyTokens < 8 ? 8 : kCopyTokens;
+  constexpr int kStepCopies = kCopiesPerStep * kCopyTokens / kRowCopies;
+  constexpr int kStep = kStepCopies < kPeriod      ? kPeriod
+                        : kStepCopies < kWarpLanes ? kStepCopies
+                                                   : kWarpLanes;  // tokens of a step
   constexpr int kSwizzleChunks = kSwizzleBytes / kChunkBytes;
   const int token_of_copy = lane_index() / kRowLanes;
   const int chunk = lane_index() % kRowLanes;
@@ -125,65 +132,97 @@ __device__ inline void copy_rows(const Params& params, const PagedRows& rows,
             chunk / kSwizzleChunks * kColumnBytes;
 #pragma unroll
   for (int i = 0; i < kTokensPerLane; ++i) {
-    const SparseToken& own = lane_tokens.tokens[i];
-    const bool exists = lane_tokens.exists(params, i);
-    const u64 lane_row =
-        reinterpret_cast<u64>(rows.row_of(exists ? own.page : 0, exists ? own.slot : 0));
 #pragma unroll 1
-    for (int first = 0; first < kWarpLanes; first += kPeriod) {
+    for (int first = 0; first < kWarpLanes; first += kStep) {
       const u32 bits = exist[i] >> first + token_of_copy;
+      const u32 step_target = target + (i * kWarpLanes + first) * kSwizzleBytes;
+      u64 rows[kStep / kCopyTokens];
 #pragma unroll
-      for (int token = 0; token < kPeriod; token += kCopyTokens) {
-        const u64 row = __shfl_sync(~0u, lane_row, first + token + token_of_copy);
+      for (int copy = 0; copy < kStep / kCopyTokens; ++copy) {
+        rows[copy] = __shfl_sync(~0u, lane_rows[i], first + copy * kCopyTokens + token_of_copy);
+      }
+#pragma unroll
+      for (int copy = 0; copy < kStep / kCopyTokens; ++copy) {
+        const int token = copy * kCopyTokens;
         const u32 bytes = (bits >> token & 1) * kChunkBytes;
 #pragma unroll
         for (int lanes = 0; lanes < kRowChunks; lanes += kRowLanes) {
           if (kRowChunks % kRowLanes != 0 && chunk >= kRowChunks) continue;
-          cp_async_cg_16(target + (i * kWarpLanes + first + token) * kSwizzleBytes +
-                             lanes / kSwizzleChunks * kColumnBytes + (in_line ^ swizzle_of(token)),
-                         reinterpret_cast<const void*>(row + (chunk + lanes) * kChunkBytes), bytes,
-                         kEvictFirst);
+          cp_async_cg_16(step_target + (in_line ^ swizzle_of(token)) + token * kSwizzleBytes +
+                             lanes / kSwizzleChunks * kColumnBytes,
+                         reinterpret_cast<const void*>(rows[copy] + (chunk + lanes) * kChunkBytes),
+                         bytes, kEvictFirst);
         }
       }
     }
   }
 }
 
-// Copies the scales of the warp's tokens, each lane those of its own.
-template <typename ScaleParams>
-__device__ inline void copy_scales(const ScaleParams& params, const WorkItem& work, int kv,
-                                   const LaneTokens& lane_tokens,
-                                   const u32 (&exist)[kTokensPerLane], unsigned char* target) {
-  const i64 head_stride = scale_head_stride(params, kv);
-  PagedRows rows = scale_rows(params, kv);
-  const bool is_aligned = has_aligned_scales(rows, head_stride);
-  rows.rows += work.kv_head * head_stride;
+// Addresses of the rows of a lane's tokens; those that are skipped have page and slot 0. A page id
+// that exists is not negative: as an unsigned number it takes half the instructions.
+struct LaneRows {
+  u64 rows[kTokensPerLane];
+
+  __device__ LaneRows(const PagedRows& cache, const LaneTokens& lane_tokens) {
 #pragma unroll
-  for (int i = 0; i < kTokensPerLane; ++i) {
-    const SparseToken& own = lane_tokens.tokens[i];
-    const bool exists = (exist[i] >> lane_index() & 1) != 0;
-    const unsigned char* source = rows.row_of(exists ? own.page : 0, exists ? own.slot : 0);
-    unsigned char* place =
-        target + (first_token_of_producer() + i * kWarpLanes + lane_index()) * kScaleRowBytes;
-    if (is_aligned) {
-      copy_scale_row<kScaleRowBytes>(shared_address(place), source, exists);
-    } else {
-#pragma unroll 1
-      for (int byte = 0; byte < kScaleRowBytes; ++byte) place[byte] = exists ? source[byte] : 0;
+    for (int i = 0; i < kTokensPerLane; ++i) {
+      const u64 page = static_cast<u32>(lane_tokens.tokens[i].page);
+      const u64 slot = static_cast<u32>(lane_tokens.tokens[i].slot);
+      rows[i] = reinterpret_cast<u64>(cache.rows) + page * static_cast<u64>(cache.page_stride) +
+                slot * static_cast<u64>(cache.token_stride);
     }
   }
-}
+};
+
+// Rows of scales of a work item, of K and of V.
+struct GatheredScales {
+  PagedRows rows[2];
+  bool are_aligned[2];
+
+  __device__ GatheredScales() = default;
+  // A template: without scales, Params lacks these parameters.
+  template <typename ScaleParams>
+  __device__ GatheredScales(const ScaleParams& params, const WorkItem& work) {
+#pragma unroll
+    for (int kv = 0; kv < 2; ++kv) {
+      const i64 head_stride = scale_head_stride(params, kv);
+      rows[kv] = scale_rows(params, kv);
+      are_aligned[kv] = has_aligned_scales(rows[kv], head_stride);
+      rows[kv].rows += work.kv_head * head_stride;
+    }
+  }
+
+  // Copies those of the warp's tokens, each lane those of its own.
+  __device__ void copy(int kv, const LaneTokens& lane_tokens, const u32 (&exist)[kTokensPerLane],
+                       unsigned char* target) const {
+    const bool is_key = kv == 0;
+    const PagedRows cache = {is_key ? rows[0].rows : rows[1].rows,
+                             is_key ? rows[0].page_stride : rows[1].page_stride,
+                             is_key ? rows[0].token_stride : rows[1].token_stride};
+    const bool is_aligned = is_key ? are_aligned[0] : are_aligned[1];
+    const LaneRows lane_rows(cache, lane_tokens);
+    target += (first_token_of_producer() + lane_index()) * kScaleRowBytes;
+#pragma unroll
+    for (int i = 0; i < kTokensPerLane; ++i) {
+      const bool exists = (exist[i] >> lane_index() & 1) != 0;
+      const unsigned char* source = reinterpret_cast<const unsigned char*>(lane_rows.rows[i]);
+      unsigned char* place = target + i * kWarpLanes * kScaleRowBytes;
+      if (is_aligned) {
+        copy_scale_row<kScaleRowBytes>(shared_address(place), source, exists);
+      } else {
+#pragma unroll 1
+        for (int byte = 0; byte < kScaleRowBytes; ++byte) place[byte] = exists ? source[byte] : 0;
+      }
+    }
+  }
+};
 
 // Loads a tile of K, or of V.
 template <typename Tile>
-__device__ inline void load_tile(const Params& params, const WorkItem& work, int kv,
-                                 const LaneTokens& lane_tokens, const u32 (&exist)[kTokensPerLane],
+__device__ inline void load_tile(const PagedRows& cache, int kv, const LaneTokens& lane_tokens,
+                                 const u32 (&exist)[kTokensPerLane], const GatheredScales& scales,
                                  SharedMemoryPlan& smem, PipelineState<kStages>& kv_pipe) {
-  const PagedRows rows =
-      kv == 0 ? PagedRows{params.key_cache + work.kv_head * params.key_head_stride,
-                          params.key_page_stride, params.key_token_stride}
-              : PagedRows{params.value_cache + work.kv_head * params.value_head_stride,
-                          params.value_page_stride, params.value_token_stride};
+  const LaneRows lane_rows(cache, lane_tokens);
   unsigned char* tile = smem.kv[kv_pipe.index];
   wait(smem.kv_empty[kv_pipe.index], kv_pipe.phase ^ 1);
   if (kv == 0 && lane_index() == 0) {
@@ -193,10 +232,8 @@ __device__ inline void load_tile(const Params& params, const WorkItem& work, int
     }
   }
   __syncwarp();
-  copy_rows<Tile>(params, rows, lane_tokens, exist, shared_address(tile));
-  if constexpr (kHasScales) {
-    copy_scales(params, work, kv, lane_tokens, exist, tile + kScalesOffset);
-  }
+  copy_rows<Tile>(lane_rows.rows, exist, shared_address(tile));
+  if constexpr (kHasScales) scales.copy(kv, lane_tokens, exist, tile + kScalesOffset);
   cp_async_mbarrier_arrive_noinc(shared_address(&smem.kv_full[kv_pipe.index]));
   __syncwarp();  // all lanes have stored
   if (lane_index() == 0) arrive(smem.kv_full[kv_pipe.index]);
@@ -206,20 +243,49 @@ __device__ inline void load_tile(const Params& params, const WorkItem& work, int
 
 __device__ inline void load_work(const Params& params, const WorkItem& work, KvGather& gather,
                                  SharedMemoryPlan& smem, PipelineState<kStages>& kv_pipe) {
+  const PagedRows key_rows = {params.key_cache + work.kv_head * params.key_head_stride,
+                              params.key_page_stride, params.key_token_stride};
+  const PagedRows value_rows = {params.value_cache + work.kv_head * params.value_head_stride,
+                                params.value_page_stride, params.value_token_stride};
+  GatheredScales scales;
+  if constexpr (kHasScales) scales = GatheredScales(params, work);
   const int end = work.first_kv_block + work.num_kv_blocks;
 #pragma unroll 1
   for (int kv_block = work.first_kv_block; kv_block < end; ++kv_block) {
-    const LaneTokens keys = gather.keys;
-    const LaneTokens values = kSeparatePageIds ? gather.values : keys;
+    LaneTokens keys = gather.keys;
+    LaneTokens values = kSeparatePageIds ? gather.values : keys;
     gather.advance(kv_block + 1);
     u32 exist[kTokensPerLane];
 #pragma unroll
     for (int i = 0; i < kTokensPerLane; ++i) {
       // A token without a key has no value, and the other way round.
-      const bool has_value = !kSeparatePageIds || values.exists(params, i);
-      exist[i] = __ballot_sync(~0u, keys.exists(params, i) && has_value);
+      const bool exists = keys.exists(params, i) && (!kSeparatePageIds || values.exists(params, i));
+      exist[i] = __ballot_sync(~0u, exists);
+      if (!exists) keys.tokens[i] = {0, 0};
+      if (!exists || !kSeparatePageIds) values.tokens[i] = keys.tokens[i];
     }
-    load_tile<KeyTile>(params, work, 0, keys, exist, smem, kv_pipe);
-    load_tile<ValueTile>(params, work, 1, values, exist, smem, kv_pipe);
+    // Not unrolled where one code serves both, so that few instructions are fetched in a small
+    // call.
+    constexpr bool kHasEqualTiles = kKeyRowBytes == kValueRowBytes;
+#pragma unroll(kHasEqualTiles ? 1 : 2)
+    for (int kv = 0; kv < 2; ++kv) {
+      const bool is_key = kv == 0;
+      const PagedRows rows = {is_key ? key_rows.rows : value_rows.rows,
+                              is_key ? key_rows.page_stride : value_rows.page_stride,
+                              is_key ? key_rows.token_stride : value_rows.token_stride};
+      if (kHasEqualTiles || is_key) {
+        LaneTokens tokens = keys;
+        if constexpr (kSeparatePageIds) {
+#pragma unroll
+          for (int i = 0; i < kTokensPerLane; ++i) {
+            tokens.tokens[i].page = is_key ? keys.tokens[i].page : values.tokens[i].page;
+            tokens.tokens[i].slot = is_key ? keys.tokens[i].slot : values.tokens[i].slot;
+          }
+        }
+        load_tile<KeyTile>(rows, kv, tokens, exist, scales, smem, kv_pipe);
+      } else {
+        load_tile<ValueTile>(rows, kv, values, exist, scales, smem, kv_pipe);
+      }
+    }
   }
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/barriers.cuh"
+#include "common/output_gate.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
@@ -161,6 +162,10 @@ __device__ inline bool process_work(const Params& params, int warp, const GqaSco
   const auto k_source = row_source(params, work.kv_head, k_ldmatrix_rows(warp));
   const auto v_source = row_source(params, work.kv_head, v_ldmatrix_rows(warp));
   query.load(params, work, warp, smem);
+  if constexpr (kHasOutputGate) {
+    prefetch_gates(params, work.global_row(params, 0) * kHeadDimVo, work.rows * kHeadDimVo,
+                   thread_in_head(warp));
+  }
   const RowScales row_scales(query, score.scale);
   Softmax softmax;
   ValueScaling value_scaling;
@@ -255,7 +260,11 @@ __device__ inline bool process_work(const Params& params, int warp, const GqaSco
     publish_partials(warp, softmax, output, smem);
     is_epilogue_busy = true;
   } else {
-    combine_warps(params, work, warp, work_idx, softmax, output, smem);
+    if (kCombinesLastAtOnce && !has_next) {
+      combine_warps<LastCombineSmem>(params, work, warp, work_idx, softmax, output, smem);
+    } else {
+      combine_warps<CombineSmem>(params, work, warp, work_idx, softmax, output, smem);
+    }
     if (needs_combine(work, smem.range)) combine_splits(params, work, thread_in_head(warp), smem);
   }
   work_pipeline.release(work_idx);

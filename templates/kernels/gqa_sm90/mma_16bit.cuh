@@ -6,7 +6,6 @@
 #include "config.cuh"
 #include "fragments.cuh"
 #include "ptx/cvt.cuh"
-#include "shared_memory.cuh"
 
 // A 16-bit KV cache needs no conversion.
 
@@ -53,13 +52,14 @@ __device__ inline float element_at(const unsigned char* row, int dim) {
   return cvt_f32(Element{}, reinterpret_cast<const u16*>(row)[dim]);
 }
 
-// Stores a warp's accumulators of eight rows and kCombineDims dims to `combine_buffer`, from
+// Stores a warp's accumulators of eight rows and kDims dims to rows of a combine buffer, from
 // `first_column` on.
+template <int kDims, int kPitch>
 __device__ inline void store_to_combine_buffer(const Output& output, int group, int first_tile,
                                                int first_column,
-                                               float (&combine_buffer)[8][kCombinePitch]) {
+                                               float (&combine_buffer)[8][kPitch]) {
 #pragma unroll
-  for (int tile = 0; tile < kCombineDims / 16; ++tile) {
+  for (int tile = 0; tile < kDims / 16; ++tile) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       combine_buffer[row_of(0, e % 2)][first_column + dim_of_lane(tile, e / 2)] =

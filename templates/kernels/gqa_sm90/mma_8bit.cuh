@@ -8,7 +8,6 @@
 #include "fragments.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
-#include "shared_memory.cuh"
 
 // Elements are converted to fp16 in registers, which is exact.
 
@@ -107,13 +106,14 @@ __device__ inline float element_at(const unsigned char* row, int dim) {
   return cvt_f32(Fp16{}, static_cast<u16>(k_pairs(StoredElement{}, row[dim]).x));
 }
 
-// Stores a warp's accumulators of eight rows and kCombineDims dims to `combine_buffer`, from
+// Stores a warp's accumulators of eight rows and kDims dims to rows of a combine buffer, from
 // `first_column` on.
+template <int kDims, int kPitch>
 __device__ inline void store_to_combine_buffer(const Output& output, int group, int first_tile,
                                                int first_column,
-                                               float (&combine_buffer)[8][kCombinePitch]) {
+                                               float (&combine_buffer)[8][kPitch]) {
 #pragma unroll
-  for (int tile = 0; tile < kCombineDims / 16; ++tile) {
+  for (int tile = 0; tile < kDims / 16; ++tile) {
     const float (&acc)[4] = output[first_tile + tile][group];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -9,7 +9,6 @@
 #include "fragments.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
-#include "shared_memory.cuh"
 
 // Elements are converted to fp16 times 2^-14, and multiplied by their scales: both are exact, since
 // an e2m1 times an e4m3 is a multiple of 2^-10. Scores and O are multiplied by 2^14.
@@ -125,14 +124,15 @@ __device__ inline float element_at(const unsigned char* scale_row, int dim) {
   return cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(scale_row[dim / 16])));
 }
 
-// Stores a warp's accumulators of eight rows and kCombineDims dims to `combine_buffer`, from
+// Stores a warp's accumulators of eight rows and kDims dims to rows of a combine buffer, from
 // `first_column` on: of every 32 dims, two tiles, a lane has four adjacent ones.
+template <int kDims, int kPitch>
 __device__ inline void store_to_combine_buffer(const Output& output, int group, int first_tile,
                                                int first_column,
-                                               float (&combine_buffer)[8][kCombinePitch]) {
-  static_assert(kCombineDims % 32 == 0, "a sub-tile has whole chunks");
+                                               float (&combine_buffer)[8][kPitch]) {
+  static_assert(kDims % 32 == 0, "a sub-tile has whole chunks");
 #pragma unroll
-  for (int tile = 0; tile < kCombineDims / 16; tile += 2) {
+  for (int tile = 0; tile < kDims / 16; tile += 2) {
     const float (&first)[4] = output[first_tile + tile][group];
     const float (&second)[4] = output[first_tile + tile + 1][group];
     const int dim = first_column + tile * 16 + lane_index() / 4 * 4;

@@ -71,7 +71,7 @@ struct LaneBlocks {
 __device__ inline LaneBlocks uniform_kv_blocks(const Params& params, LaneSeqLens seq_lens,
                                                int first, int end) {
   SeqInfo seq_info;
-  seq_info.q_len = params.q_len;
+  seq_info.q_len = kIsSparse ? 1 : params.q_len;
   seq_info.num_tiles = params.num_tiles;
   LaneBlocks blocks;
 #pragma unroll 1
@@ -111,18 +111,42 @@ __device__ inline void align_with_tiles(const LaneBlocks& lane_blocks, ScheduleR
   range.end = static_cast<int>((range.end + blocks - 1) / blocks * blocks);
 }
 
+// Where the range of a call over blocks begins: all sequences have as many KV blocks.
+__device__ inline bool find_range_of_equal(const Params& params, int cta_group,
+                                           ScheduleRange& range, WorkState& state) {
+  state.seq_info = seq_info_of(params, 0, params.max_tokens);
+  const int tile_blocks = tile_kv_blocks(state.seq_info, kFixedOverheadBlocks);
+  const int num_tiles = state.seq_info.num_tiles;
+  const int total_blocks = params.num_seqs * num_tiles * tile_blocks;
+  const int num_ranges = min(params.num_cta_groups, total_blocks);
+  if (cta_group >= num_ranges) return false;
+  range = range_at(cta_group, num_ranges, total_blocks, kFixedOverheadBlocks);
+  if (params.takes_whole_tiles) {
+    range.begin = ceil_div(range.begin, tile_blocks) * tile_blocks;
+    range.end = ceil_div(range.end, tile_blocks) * tile_blocks;
+  }
+  const u32 tile = static_cast<u32>(range.begin) / static_cast<u32>(tile_blocks);
+  state.seq_idx = static_cast<int>(tile / static_cast<u32>(num_tiles));
+  state.seq_info.first_query = state.seq_idx;
+  state.tile = static_cast<int>(tile) - state.seq_idx * num_tiles;
+  state.tile_begin = static_cast<int>(tile) * tile_blocks;
+  if constexpr (kBatchInvariant) state.split = state.first_kv_block(range);
+  return true;
+}
+
 // Computes the range of a CTA group and the work tile that it begins in, by a warp-wide prefix sum.
 // Returns whether there is a range. `seq_lens` comes from lane_seq_lens. Unlike the sum over a
 // whole CTA in scheduler/find_range.cuh it needs no other warp, and starts before the preceding
 // kernel completes.
 __device__ inline bool find_range(const Params& params, int cta_group, const LaneSeqLens& seq_lens,
                                   ScheduleRange& range, WorkState& state) {
+  if constexpr (kHasEqualSeqs) return find_range_of_equal(params, cta_group, range, state);
   const int per_lane = seqs_per_lane(params);
   const int first = min(lane_index() * per_lane, params.num_seqs);
   const int end = min(first + per_lane, params.num_seqs);
   LaneBlocks lane_blocks;
   bool is_invalid = false;
-  if (params.cu_seqlens_q == nullptr) {
+  if (!has_ragged_queries(params)) {
     lane_blocks = uniform_kv_blocks(params, seq_lens, first, end);
   } else {
     lane_blocks = ragged_kv_blocks(params, first, end, is_invalid);
@@ -159,7 +183,8 @@ __device__ inline bool find_range(const Params& params, int cta_group, const Lan
 // Whether the first work item may be computed before the preceding kernel completes (PDL): then its
 // inputs are few enough to be loaded once more and compared. With DCP they include more lengths.
 __device__ inline bool schedules_before_pdl_wait(const Params& params) {
-  return !kHasDcp && params.cu_seqlens_q == nullptr && seqs_per_lane(params) <= kSeqsPerLane;
+  if constexpr (kHasEqualSeqs) return true;
+  return !kHasDcp && !has_ragged_queries(params) && seqs_per_lane(params) <= kSeqsPerLane;
 }
 
 // Lets the other warps load the first page ids and the first Q of the work item that is written.

@@ -41,6 +41,7 @@ __device__ inline int fixed_split_begin(const SeqInfo& seq_info, int split) {
 
 // First token in the sliding window of a query token.
 __device__ inline int window_kv_begin(const Params& params, int kv_len, int q_len, int query) {
+  if constexpr (kIsSparse) return 0;
   return max(0, max(0, kv_len - q_len + query + 1) - params.window);
 }
 
@@ -61,7 +62,7 @@ __device__ inline void set_kv_blocks(const Params& params, SeqInfo& seq_info, in
 template <typename AnyParams, typename Load>
 __device__ inline int load_seq_len(const AnyParams& params, int seq_idx, Load load) {
   if constexpr (kUsesTma) {
-    return kIsSparse ? params.max_tokens : load(params.seq_lens + seq_idx);
+    return kHasEqualSeqs ? params.max_tokens : load(params.seq_lens + seq_idx);
   } else {
     return load_num_indices(params, seq_idx, load);
   }
@@ -71,14 +72,19 @@ __device__ inline int seq_len_of(const Params& params, int seq_idx) {
   return load_seq_len(params, seq_idx, [](const int* seq_len) { return *seq_len; });
 }
 
+// Whether sequences have query tokens of their own number; those of a sparse call have one.
+__device__ inline bool has_ragged_queries(const Params& params) {
+  return !kIsSparse && params.cu_seqlens_q != nullptr;
+}
+
 // `seq_len` is the unchecked entry of seq_lens.
 __device__ inline SeqInfo seq_info_of(const Params& params, int seq_idx, int seq_len) {
   SeqInfo seq_info;
-  seq_info.q_len = params.q_len;
+  seq_info.q_len = kIsSparse ? 1 : params.q_len;
   seq_info.m_tiles = params.m_tiles;
   seq_info.num_tiles = params.num_tiles;
-  seq_info.first_query = seq_idx * params.q_len;
-  if (params.cu_seqlens_q != nullptr) {
+  seq_info.first_query = seq_idx * seq_info.q_len;
+  if (has_ragged_queries(params)) {
     const int first = params.cu_seqlens_q[seq_idx];
     const int end = params.cu_seqlens_q[seq_idx + 1];
     const bool is_inside = first >= 0 && first <= end && end <= params.tokens;

@@ -15,9 +15,12 @@
 
 static_assert(sizeof(RowState) == kRowStateBytes, "the host plans with it");
 
-// Rows of the combine buffer are padded by 16 bytes, so that the accumulator stores of a warp
-// spread over all banks.
-constexpr int kCombinePitch = kDimParts * kCombineDims + 4;
+// Partial O of the consumer warps, of a sub-tile of so many rows, and dims of each part. Rows are
+// padded by 16 bytes, so that the accumulator stores of a warp spread over all banks.
+template <int kTileRows, int kTileDims>
+using CombineBuffer = float[kPartWarps][kTileRows / 8][8][kDimParts * kTileDims + 4];
+template <int kTileRows>
+using CombineStates = RowState[kPartWarps][kTileRows / 8][8];
 
 // The producer warp arrives for the TMA boxes of a tile, and each of its lanes for scales. Of those
 // that gather, each lane arrives for its copies, and each warp for its plain stores.
@@ -26,8 +29,8 @@ constexpr int kKvFullArrivals =
 
 struct SharedMemoryPlan {
   unsigned char kv[kStages][kStageBytes];  // K, V, K, ...
-  float combine_buffer[kPartWarps][kCombineRowGroups][8][kCombinePitch];
-  RowState states[kPartWarps][kCombineRowGroups][8];
+  CombineBuffer<kCombineRows, kCombineDims> combine_buffer;
+  CombineStates<kCombineRows> states;
   // Q in fragment order, one vector per lane, and the inverse row scales; unless Q is in registers.
   uint2 query[kQueryInRegs ? 1 : kRowGroups][kQueryInRegs ? 1 : kDimTiles][kQueryInRegs ? 1 : 32];
   float query_inverse_scales[kQueryInRegs ? 1 : kBlockM];
@@ -40,6 +43,36 @@ struct SharedMemoryPlan {
   ScheduleRange range;  // of this CTA, for the combine of fixed splits
   SparseTokens::Type sparse_tokens[kStages][kIsSparse ? SparseTokens::kEntries : 1];  // of K
 };
+
+// Where a work item is combined.
+struct CombineSmem {
+  static constexpr int kTileRows = kCombineRows;
+  static constexpr int kTileDims = kCombineDims;
+  __device__ static auto& outs(SharedMemoryPlan& smem) { return smem.combine_buffer; }
+  __device__ static auto& states(SharedMemoryPlan& smem) { return smem.states; }
+};
+
+// The same of the last one of a CTA over lists: the KV stages are free then, and all of O is
+// combined at once, because that is much of the time of a small call. Not where O has parts: their
+// warps have no register for it.
+struct LastCombineSmem {
+  static constexpr int kTileRows = kBlockM;
+  static constexpr int kTileDims = kPartDims;
+  struct Plan {
+    CombineBuffer<kTileRows, kTileDims> outs;
+    CombineStates<kTileRows> states;
+  };
+  __device__ static auto& outs(SharedMemoryPlan& smem) {
+    return reinterpret_cast<Plan&>(smem).outs;
+  }
+  __device__ static auto& states(SharedMemoryPlan& smem) {
+    return reinterpret_cast<Plan&>(smem).states;
+  }
+};
+constexpr bool kCombinesLastAtOnce =
+    kIsSparse && !kUsesEpilogueWarps && kDimParts == 1 &&
+    sizeof(LastCombineSmem::Plan) <=
+        sizeof(SharedMemoryPlan::kv) + sizeof(SharedMemoryPlan::combine_buffer);
 static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec computes the size of the struct");
 
 // A template: Params of a kernel without TMA lacks the maps.

@@ -63,7 +63,7 @@ struct WorkItem : WorkCoord {
   }
 
   __device__ int query_of(const Params& params, int row) const {
-    return q_len == 1 ? 0 : (first_row + row) / params.group_size;
+    return kIsSparse || q_len == 1 ? 0 : (first_row + row) / params.group_size;
   }
 
   __device__ int head_of(const Params& params, int row) const {

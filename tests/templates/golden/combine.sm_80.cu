@@ -160,9 +160,93 @@ __device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
   return pair;
 }
 
+// PTX ISA, "Data Movement and Conversion Instructions: createpolicy, ld, prefetch". Needs sm_80.
+
+// ld.acquire.gpu.global.u32
+// Later accesses see what other CTAs wrote before they released the value.
+__device__ inline u32 ld_acquire_gpu(const u32* address) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// ld.relaxed.gpu.global.s32
+// Relaxed at gpu scope: may race with writers, and is never served from L1.
+__device__ inline int ld_relaxed_gpu(const int* address) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// ld.relaxed.gpu.global.u32
+__device__ inline u32 ld_relaxed_gpu(const u32* address) {
+  u32 value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// ld.global.cg.v2.f32
+// Bypasses L1, which may hold stale data of other CTAs.
+__device__ inline float2 ld_global_cg_v2_f32(const void* address) {
+  float2 value;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+
+// ld.global.cg.v4.f32
+__device__ inline float4 ld_global_cg_v4_f32(const void* address) {
+  float4 value;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+
+// prefetch.tensormap
+// Prefetches a TMA descriptor by its generic address. Needs sm_90.
+__device__ inline void prefetch_tensormap(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// prefetch.global.L2
+// Prefetches the cache line of an address into L2.
+__device__ inline void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
+// createpolicy.fractional.L2::evict_first.b64
+// L2 evicts such lines before others.
+__device__ inline u64 createpolicy_evict_first() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  return policy;
+}
+
+// createpolicy.fractional.L2::evict_normal.b64
+__device__ inline u64 createpolicy_evict_normal() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+  return policy;
+}
+
 // Output gate of a sparse call: a 16-bit output times the sigmoid of a number for each element.
 
-__device__ inline float sigmoid(float value) { return 1.0f / (1.0f + ex2_approx(value * -kLog2E)); }
+__device__ inline float sigmoid(float value) {
+  return rcp_approx(1.0f + ex2_approx(value * -kLog2E));
+}
+
+// Prefetches the gates of `count` elements from `offset` on into L2, by thread `thread` of more
+// threads than they have cache lines.
+template <typename GateParams>
+__device__ inline void prefetch_gates(const GateParams& params, i64 offset, int count, int thread) {
+  constexpr int kGatesPerCacheLine = 64;
+  if (thread * kGatesPerCacheLine >= count) return;
+  prefetch_l2(params.output_gate + offset + thread * kGatesPerCacheLine);
+}
 
 // Gates four elements of the output, from `offset` on. The output is rounded before, as by a caller
 // that multiplies it himself. A template: Params of a kernel without a gate lacks it.

@@ -562,66 +562,6 @@ __device__ inline float rcp_approx(float x) {
   return y;
 }
 
-// Output gate of a sparse call: a 16-bit output times the sigmoid of a number for each element.
-
-__device__ inline float sigmoid(float value) { return 1.0f / (1.0f + ex2_approx(value * -kLog2E)); }
-
-// Gates four elements of the output, from `offset` on. The output is rounded before, as by a caller
-// that multiplies it himself. A template: Params of a kernel without a gate lacks it.
-template <typename Element16, typename GateParams>
-__device__ inline float4 gated_output(Element16, const GateParams& params, i64 offset,
-                                      float4 value) {
-  const uint2 gates = *reinterpret_cast<const uint2*>(params.output_gate + offset);
-  const u32 low = cvt_rn_x2_f32(Element16{}, value.y, value.x);
-  const u32 high = cvt_rn_x2_f32(Element16{}, value.w, value.z);
-  const auto gated = [](u32 rounded, u32 gate) {
-    return cvt_f32(Element16{}, static_cast<u16>(rounded)) *
-           sigmoid(cvt_f32(Element16{}, static_cast<u16>(gate)));
-  };
-  return make_float4(gated(low, gates.x), gated(low >> 16, gates.x >> 16), gated(high, gates.y),
-                     gated(high >> 16, gates.y >> 16));
-}
-
-// Vectorized store of four output elements, in FP8 or in 16 bits, from float.
-
-// `index` counts elements and is a multiple of 4.
-template <typename Target>
-__device__ inline void store_x4(Target target, unsigned char* out, i64 index, float a, float b,
-                                float c, float d) {
-  uint2 packed;
-  packed.x = cvt_rn_x2_f32(target, b, a);
-  packed.y = cvt_rn_x2_f32(target, d, c);
-  *reinterpret_cast<uint2*>(out + index * 2) = packed;
-}
-
-// Decode context parallel (DCP): token k of a rank is token cp_world * k + cp_rank of the sequence,
-// and the causal mask is by positions in the sequence. Templates: without DCP, Params lacks the
-// parameters.
-
-// End of the rank's tokens that a query token at position `pos` attends to, at most `kv_len`.
-template <typename DcpParams, typename Position>
-__device__ inline int dcp_kv_end_at(const DcpParams& params, Position pos, int kv_len) {
-  if (pos < params.cp_rank) return 0;
-  const u32 last = static_cast<u32>(pos - params.cp_rank) / static_cast<u32>(params.cp_world);
-  return static_cast<int>(min(last + 1, static_cast<u32>(kv_len)));
-}
-
-// The same of query token `query` of a sequence: before its first one, all ranks have
-// `causal_seqlens_kv_global` tokens.
-template <typename DcpParams>
-__device__ inline int dcp_kv_end_of_query(const DcpParams& params, int seq_idx, int query,
-                                          int kv_len) {
-  const i64 first = params.causal_seqlens_kv_global[seq_idx];
-  return dcp_kv_end_at(params, first + query, kv_len);
-}
-
-// First query token of the sequence that attends to the rank's token `token`; may be past the last.
-template <typename DcpParams>
-__device__ inline i64 dcp_first_query(const DcpParams& params, int seq_idx, int token) {
-  const i64 pos = static_cast<i64>(token) * params.cp_world + params.cp_rank;
-  return max(pos - params.causal_seqlens_kv_global[seq_idx], static_cast<i64>(0));
-}
-
 // PTX ISA, "Data Movement and Conversion Instructions: createpolicy, ld, prefetch". Needs sm_80.
 
 // ld.acquire.gpu.global.u32
@@ -693,6 +633,77 @@ __device__ inline u64 createpolicy_evict_normal() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
   return policy;
+}
+
+// Output gate of a sparse call: a 16-bit output times the sigmoid of a number for each element.
+
+__device__ inline float sigmoid(float value) {
+  return rcp_approx(1.0f + ex2_approx(value * -kLog2E));
+}
+
+// Prefetches the gates of `count` elements from `offset` on into L2, by thread `thread` of more
+// threads than they have cache lines.
+template <typename GateParams>
+__device__ inline void prefetch_gates(const GateParams& params, i64 offset, int count, int thread) {
+  constexpr int kGatesPerCacheLine = 64;
+  if (thread * kGatesPerCacheLine >= count) return;
+  prefetch_l2(params.output_gate + offset + thread * kGatesPerCacheLine);
+}
+
+// Gates four elements of the output, from `offset` on. The output is rounded before, as by a caller
+// that multiplies it himself. A template: Params of a kernel without a gate lacks it.
+template <typename Element16, typename GateParams>
+__device__ inline float4 gated_output(Element16, const GateParams& params, i64 offset,
+                                      float4 value) {
+  const uint2 gates = *reinterpret_cast<const uint2*>(params.output_gate + offset);
+  const u32 low = cvt_rn_x2_f32(Element16{}, value.y, value.x);
+  const u32 high = cvt_rn_x2_f32(Element16{}, value.w, value.z);
+  const auto gated = [](u32 rounded, u32 gate) {
+    return cvt_f32(Element16{}, static_cast<u16>(rounded)) *
+           sigmoid(cvt_f32(Element16{}, static_cast<u16>(gate)));
+  };
+  return make_float4(gated(low, gates.x), gated(low >> 16, gates.x >> 16), gated(high, gates.y),
+                     gated(high >> 16, gates.y >> 16));
+}
+
+// Vectorized store of four output elements, in FP8 or in 16 bits, from float.
+
+// `index` counts elements and is a multiple of 4.
+template <typename Target>
+__device__ inline void store_x4(Target target, unsigned char* out, i64 index, float a, float b,
+                                float c, float d) {
+  uint2 packed;
+  packed.x = cvt_rn_x2_f32(target, b, a);
+  packed.y = cvt_rn_x2_f32(target, d, c);
+  *reinterpret_cast<uint2*>(out + index * 2) = packed;
+}
+
+// Decode context parallel (DCP): token k of a rank is token cp_world * k + cp_rank of the sequence,
+// and the causal mask is by positions in the sequence. Templates: without DCP, Params lacks the
+// parameters.
+
+// End of the rank's tokens that a query token at position `pos` attends to, at most `kv_len`.
+template <typename DcpParams, typename Position>
+__device__ inline int dcp_kv_end_at(const DcpParams& params, Position pos, int kv_len) {
+  if (pos < params.cp_rank) return 0;
+  const u32 last = static_cast<u32>(pos - params.cp_rank) / static_cast<u32>(params.cp_world);
+  return static_cast<int>(min(last + 1, static_cast<u32>(kv_len)));
+}
+
+// The same of query token `query` of a sequence: before its first one, all ranks have
+// `causal_seqlens_kv_global` tokens.
+template <typename DcpParams>
+__device__ inline int dcp_kv_end_of_query(const DcpParams& params, int seq_idx, int query,
+                                          int kv_len) {
+  const i64 first = params.causal_seqlens_kv_global[seq_idx];
+  return dcp_kv_end_at(params, first + query, kv_len);
+}
+
+// First query token of the sequence that attends to the rank's token `token`; may be past the last.
+template <typename DcpParams>
+__device__ inline i64 dcp_first_query(const DcpParams& params, int seq_idx, int token) {
+  const i64 pos = static_cast<i64>(token) * params.cp_world + params.cp_rank;
+  return max(pos - params.causal_seqlens_kv_global[seq_idx], static_cast<i64>(0));
 }
 
 // Paged KV cache: addresses of tokens, and L2 hints of their loads.
@@ -855,12 +866,18 @@ template <typename SparseParams>
 __device__ inline SparseSeq sparse_seq_of(const SparseParams& params, int token) {
   if (params.block_tables == nullptr) return {0, kMaxKvLen};
   const int q_len = max(params.request_q_len, 1);
-  const int seq_idx = params.token_to_req == nullptr ? token / q_len : params.token_to_req[token];
+  int seq_idx = token;
+  int query = 0;  // of the request
+  if (q_len > 1) {
+    seq_idx = token / q_len;
+    query = token - seq_idx * q_len;
+  }
+  if (params.token_to_req != nullptr) seq_idx = params.token_to_req[token];
   if (static_cast<u32>(seq_idx) >= static_cast<u32>(params.num_requests)) return {0, 0};
   const i64 seq_len = params.seq_lens == nullptr ? kMaxKvLen : params.seq_lens[seq_idx];
   const int kv_len = clamp_kv_len(seq_len, params.max_pages);
   if (!params.is_causal) return {seq_idx, kv_len};
-  return {seq_idx, min(kv_len, max(kv_len - q_len + token % q_len + 1, 0))};
+  return {seq_idx, min(kv_len, max(kv_len - q_len + query + 1, 0))};
 }
 
 // Indices of a query token and KV head.
