@@ -9,7 +9,6 @@
 #include "config.cuh"
 #include "pipeline/load_q.cuh"
 #include "pipeline/work_pipeline.cuh"
-#include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 
@@ -19,13 +18,6 @@ constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
 // Called by one thread.
 __device__ inline void init_work_barriers(const SharedMemoryPlan& smem) {
   init_work_barriers(smem, kSchedulerWarps, kWorkReaders, kSchedulerWarps);
-}
-
-// Whether a work item has the query rows of the one before it: the next split of a work tile, in
-// batch-invariant kernels. No work item with rows has those of one that ends a phase.
-__device__ inline bool has_query_of(const WorkCoord& work, const WorkCoord& before) {
-  return kBatchInvariant && work.seq_idx == before.seq_idx && work.first_row == before.first_row &&
-         work.rows == before.rows;
 }
 
 // `scheduler` is at the first work item, for which the consumer warps load Q themselves.
@@ -45,9 +37,7 @@ __device__ inline void scheduler_loop(const Params& params, const TileScheduler&
     if (work.seq_idx < 0) return;
     if (work_idx == 0) continue;
     wait(smem.query_empty, query_phase(work_idx) ^ 1);
-    if (!has_query_of(work, smem.work_items[work_slot(work_idx - 1)])) {
-      load_q_async(params, work, smem, thread, kSchedulerThreads);
-    }
+    load_q_async(params, work, smem, thread, kSchedulerThreads);
     finish_q_load(smem.query_full);
   }
 }
