@@ -221,21 +221,22 @@ __device__ inline void combine_partials(const Params& params, const WorkItem& wo
     if (row >= work.rows) break;
     const int first_in_buffer = vec_idx % kQuads * 4;
     RowPart partials[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      partials[i] = combined_row<Smem>(smem, work.kv_head % kKvHeadsPerCta, row_in_buffer,
-                                       first_in_buffer + i * kQuads * 4);
-    }
+    int dims[kTogether];
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const int dim_in_buffer = first_in_buffer + i * kQuads * 4;
       const int part = kDimParts == 1 ? 0 : dim_in_buffer / Smem::kTileDims;
-      const int dim = part * (kPartDims - Smem::kTileDims) + first_dim + dim_in_buffer;
+      dims[i] = part * (kPartDims - Smem::kTileDims) + first_dim + dim_in_buffer;
+      partials[i] =
+          combined_row<Smem>(smem, work.kv_head % kKvHeadsPerCta, row_in_buffer, dim_in_buffer);
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
       // Over lists no V is masked.
       if (!kIsSparse && smem.nonfinite_work[work_idx % 2] == work_idx) {
-        partials[i].out = restore_nonfinite(params, work, row, dim, partials[i].out);
+        partials[i].out = restore_nonfinite(params, work, row, dims[i], partials[i].out);
       }
-      store_combined(params, work, row, dim, partials[i], smem.range);
+      store_combined(params, work, row, dims[i], partials[i], smem.range);
     }
   }
 }
