@@ -55,8 +55,12 @@ def _of_calls(
 
 
 def _gqa_sm90_kernels(arch: Arch, variant: GqaVariant, rows: int) -> list[GqaSm90Spec]:
-    spec = gqa_sm90.gqa_sm90_spec(arch, variant, rows)
-    return [] if spec is None else gqa_sm90.with_all_heads(spec)
+    # Scales of tokens are beside their rows, or behind them.
+    specs = (
+        gqa_sm90.gqa_sm90_spec(arch, variant, rows, has_unaligned_rows=is_unaligned)
+        for is_unaligned in (False, True)
+    )
+    return [each for spec in specs if spec is not None for each in gqa_sm90.with_all_heads(spec)]
 
 
 _LISTED: dict[type[KernelSpec], Callable[[Arch], Iterator[KernelSpec]]] = {
@@ -159,8 +163,9 @@ def mla_call_specs(arch: Arch, variant: MlaVariant, rows: int) -> list[KernelSpe
 def gqa_call_specs(arch: Arch, variant: GqaVariant, rows: int) -> list[KernelSpec]:
     """Return the kernels of GQA calls with ``rows`` query rows per sequence and KV head.
 
-    The sm90 kernel, if any, for every number of KV heads per CTA; the sm80 kernel; and the kernel
-    that combines its splits. Raises UnsupportedError if no kernel supports the variant.
+    The sm90 kernel, if any, for every number of KV heads per CTA, and both places of token scales;
+    the sm80 kernel; and the kernel that combines its splits. Raises UnsupportedError if no kernel
+    supports the variant.
     """
     sm80 = gqa_sm80.gqa_sm80_spec(arch, variant, rows)
     return [*_gqa_sm90_kernels(arch, variant, rows), sm80, combine_spec(sm80)]

@@ -39,7 +39,7 @@ E4M3: dict[str, Any] = {"query_dtype": DType.E4M3, "kv_dtype": DType.E4M3}
 MIXED: dict[str, Any] = {"kv_dtype": DType.E4M3}
 GQA = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.E4M3, out_dtype=DType.E4M3)
 TO_E4M3: dict[str, Any] = {"kv_dtype": DType.E4M3, "out_dtype": DType.E4M3}
-
+SCALED: dict[str, Any] = {"kv_dtype": DType.INT8_PER_TOKEN_HEAD, "out_dtype": DType.BF16}
 
 FP8KV_OF_E4M3 = mla_sm90_fp8kv(**E4M3, lookup="paged", rows=16)
 
@@ -83,6 +83,14 @@ CANDIDATES: dict[str, tuple[Any, Arch, Any, int, list[KernelSpec]]] = {
         [
             *(gqa_sm90(kv_dtype=DType.INT8, kv_heads_per_cta=heads) for heads in (1, 2)),
             *(gqa_sm80(kv_dtype=DType.INT8), combine(dim=128)),
+        ],
+    ),
+    "GQA, scales of tokens": (
+        *(gqa_call_specs, SM_90A, replace(GQA, **SCALED), 4),
+        [
+            *(gqa_sm90(**SCALED), gqa_sm90(**SCALED, kv_heads_per_cta=2)),
+            gqa_sm90(**SCALED, has_unaligned_rows=True),
+            *(gqa_sm80(kv_dtype=DType.INT8_PER_TOKEN_HEAD), combine(dim=128)),
         ],
     ),
     "GQA, nvfp4": (
