@@ -32,10 +32,10 @@ MLA_DELAYS = {
 GQA_DELAYS = {
     _WAIT: 2000,
     "      named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);": 5000,
-    "        combine_partials(params, work_pipeline.at(work_idx, head), work_idx, 0, 0,": 20_000,
+    "        combine_partials<CombineSmem>(params, work_pipeline": 20_000,
     "    if (work_idx > 0) smem.work_pipeline.wait_empty(work_idx);\n": 5000,
     "    work_pipeline.wait_full(work_idx + 1);\n": 2000,
-    "  store_warp_partial(0, 0, warp, softmax, output, smem);\n": 5000,
+    "  store_warp_partial<CombineSmem>(0, 0, warp, softmax, output, smem);\n": 5000,
     "  named_barrier_sync(NamedBarrier::FirstWorkReady, kThreads);\n": 5000,
     "    named_barrier_sync(NamedBarrier::FirstWorkChecked, kThreads);\n": 5000,
 }
