@@ -23,6 +23,7 @@ from tests.families.launches import record_launches
 from tests.kernels import SM_80, SM_90A
 from tests.problems.dsv4 import Dsv4Case, Dsv4Problem
 from tests.problems.dsv4_cases import CASES, SOFTMAX_CASES, case
+from tests.problems.dsv4_rows import Pages
 from tests.sm90_tiles import smaller_tiles
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -52,6 +53,15 @@ SPLITS = [
     given("scores of later KV blocks, 64 rows", 1, heads=64, query_magnitude=40.0, **_LONG),
     given("NaN in a split", 7, heads=64, nonfinite="scale", seq_lens=(100, 128), **_LONG),
     given("many splits of V4.1", 7, heads=64, seq_lens=(100, 128), **V41, **_LONG),
+    given(
+        "shared scales of KV blocks",
+        1,
+        heads=64,
+        sizes="large rope of a few",
+        query_magnitude=2.0**-8,
+        extra=Pages(page_size=2, count=600),
+        **_LONG,
+    ),
     given(
         "shared scales of splits", 7, heads=16, sizes="tokens far apart", seq_lens=(9, 9), **_LONG
     ),

@@ -163,7 +163,7 @@ def random_rows(
 
     ``alike``; ``groups far apart`` (neighbors differ by 2^40, or as much as e4m3 scales do);
     ``tokens far apart``; ``ends`` (of the exponents, with a token of the largest and others of the
-    smallest); ``large rope``.
+    smallest); ``large rope``, or ``large rope of a few``.
     """
 
     def ints(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -190,6 +190,8 @@ def random_rows(
         if sizes != "alike":
             scales = torch.tensor([0, 1, 0x7E])[ints(0, 3, count, groups)]
     rope = torch.randn(count, row.rope, generator=generator) * (100 if "rope" in sizes else 1)
+    if sizes == "large rope of a few":
+        rope *= torch.where(ints(0, 48, count, 1) == 0, 1, 0.01)
     if sizes == "ends":
         rope *= 0
     rope_bytes = rope.to(torch.bfloat16).view(torch.uint8).view(count, 2 * row.rope)
