@@ -123,14 +123,15 @@ class Row:
         return [name for name in signature(self.run).parameters if name not in tensors]
 
 
-def _given(name: str, case: Case) -> dict[str, Any]:
+def given_of(name: str, case: Case) -> dict[str, Any]:
+    """Return the arguments of an entry point, by name."""
     entry, problem = ENTRY_POINTS[name], case.build("cpu")
     given = entry.arguments(problem) | {"workspace_buffer": torch.zeros(1 << 20)}
     return given | {entry.names["out"]: entry.new_out(problem, 0.0)}
 
 
 def _trtllm_in_parts() -> dict[str, Any]:
-    given = _given("trtllm", MLA_CASE)
+    given = given_of("trtllm", MLA_CASE)
     parts = given["query"].split([512, 64], dim=-1)
     return given | {"query": tuple(part.contiguous() for part in parts)}
 
@@ -189,7 +190,7 @@ _FLARE_TENSORS = "q blocks block_table cache_lengths valid_length output"
 
 def _row(name: str, calls: Dispatcher, tensors: str) -> Row:
     case = MLA_CASE if calls is MLA else GQA_CASE
-    return Row(ENTRY_POINTS[name].function, calls, lambda: _given(name, case), tensors)
+    return Row(ENTRY_POINTS[name].function, calls, lambda: given_of(name, case), tensors)
 
 
 ROWS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,10 +14,12 @@ import torch
 import mlagen
 from mlagen.settings import current_settings
 from tests.families.entry_points import (
+    GQA_CASE,
     LENGTHS,
     ROWS,
     TENSOR_CHANGES,
     EntryPoint,
+    given_of,
     make_entry_point,
     other_values,
 )
@@ -142,6 +145,19 @@ def test_another_tensor_never_hits_the_cached_call(row: str, name: str, monkeypa
     arguments = entry_point.row.build()
     for change in TENSOR_CHANGES.values():
         entry_point.require_independent(arguments, changed(arguments, name, change))
+
+
+def test_scales_elsewhere_never_hit_the_call_of_rows_with_their_scales(monkeypatch: Patch) -> None:
+    """Tensors of the same metadata, whose addresses another kernel serves, take that one."""
+    entry_point = make_entry_point(monkeypatch, ROWS["xqa_batch"])
+    facts: dict[str, Any] = {"kv": "int8", "has_token_scales": True, "cache_layout": "inline"}
+    rows, others = (given_of("xqa_batch", replace(GQA_CASE, **facts)) for _ in range(2))
+    elsewhere = rows | {"kv_cache_sf": others["kv_cache_sf"]}
+
+    entry_point.require_independent(rows, elsewhere)
+
+    assert "gqa_sm90" in entry_point.outcome(rows)
+    assert "gqa_sm80" in entry_point.outcome(elsewhere)
 
 
 @pytest.mark.parametrize(("row", "name"), parameters("scalars"))

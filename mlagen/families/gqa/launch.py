@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlagen.errors import DriverError, UnsupportedError
-from mlagen.families.common.arguments import ALIGNMENT_BYTES, reject
+from mlagen.families.common.arguments import ALIGNMENT_BYTES
 from mlagen.families.common.launchers import (
     LAUNCH,
     Address,
@@ -36,7 +36,6 @@ from mlagen.families.gqa.problem import (
     alignment_of,
     check_pointers,
     paged_caches,
-    paged_scales,
 )
 from mlagen.families.gqa.sparse import MAX_TOKENS
 from mlagen.families.gqa.tensor_maps import GqaCacheMaps, GqaTensorMapLayout, maps_of
@@ -95,7 +94,15 @@ class GqaLauncher(Launcher):
 
     maps: GqaCacheMaps | None = None  # None: a kernel without TMA
     cache_alignment: int
-    scale_offsets: tuple[int, int] | None  # bytes from keys and values to scales in their rows
+
+    def fixed_of(self, args: GqaArgs) -> tuple[Any, ...]:
+        """Return what all calls of this launcher share, with where its rows and scales begin."""
+        facts = super().fixed_of(args)
+        if not self.problem.variant.has_token_scales:
+            return facts
+        key, value = _base_addresses(args, self.problem)
+        is_aligned = (key | value) % ALIGNMENT_BYTES == 0
+        return (*facts, is_aligned, _has_scales_in_rows(args, self.problem))
 
     def complete(self, args: GqaArgs, values: dict[str, Any]) -> None:
         """Reject misaligned tensors, and add the tensor maps."""
@@ -107,10 +114,6 @@ class GqaLauncher(Launcher):
             or values["output_gate"] % GATE_ALIGNMENT_BYTES
         ):
             check_pointers(args, self.cache_alignment)
-        offsets = (values["key_scales"] - key, values["value_scales"] - value)
-        if self.scale_offsets not in {None, offsets}:
-            name = args.names.kv_scales if args.value_scales is None else args.names.key_scales
-            reject(name, "scales behind their rows, as their strides say", "others")
         if self.maps is not None:
             values["maps"] = self.maps(key, value)
 
@@ -217,17 +220,9 @@ def launcher_of(
         named(problem, f"{_OF_PROBLEM} {_OF_VARIANT}"),
     )
     alignment = max(alignment_of(args, cache) for cache in paged_caches(args))
-    scale_offsets = None
-    if isinstance(spec, GqaSm90Spec):
-        if spec.has_unaligned_rows:
-            scale_offsets = (spec.key_row_bytes, spec.value_row_bytes)
-        else:
-            alignment = ALIGNMENT_BYTES
-    facts = {
-        "maps": maps,
-        "cache_alignment": alignment,
-        "scale_offsets": scale_offsets,
-    }
+    if isinstance(spec, GqaSm90Spec) and not spec.has_unaligned_rows:
+        alignment = ALIGNMENT_BYTES
+    facts = {"maps": maps, "cache_alignment": alignment}
     return make_launcher(GqaLauncher, args, problem, plan, spec, sources, **facts)
 
 
@@ -270,19 +265,23 @@ def _require_scales_in_rows(args: GqaArgs, problem: GqaProblem) -> None:
             and (page % ALIGNMENT_BYTES == 0 or problem.num_pages == 1)
             and token + head * problem.kv_heads < _MAX_ROW_OFFSET
         )
-        if not (is_covered and _has_scales_in_rows(args)):
+        if not (is_covered and _has_scales_in_rows(args, problem)):
             rule = f"rows at multiples of {ALIGNMENT_BYTES} bytes, or with their scales behind them"
             raise NotCoveredError(f"MLAGEN_GQA_KERNEL=sm90: expected {rule}; {_COVERED}")
 
 
-def _has_scales_in_rows(args: GqaArgs) -> bool:
+def _has_scales_in_rows(args: GqaArgs, problem: GqaProblem) -> bool:
     """Return whether the first scales are behind the first key and value."""
-    caches = paged_caches(args)
-    scales = paged_scales(args, caches)
-    return scales is not None and all(
-        scale.data_ptr() == cache.data_ptr() + cache.shape[-1] * cache.element_size()
-        for scale, cache in zip(scales, caches, strict=True)
-    )
+    variant = problem.variant
+    if not variant.has_token_scales:
+        return False
+    first = args.key_scales.data_ptr()
+    second = first + problem.value_scale_offset
+    if args.value_scales is not None:
+        second = args.value_scales.data_ptr()
+    key, value = _base_addresses(args, problem)
+    dims = (variant.head_dim, variant.head_dim_vo or variant.head_dim)
+    return (first - key, second - value) == tuple(map(variant.kv_dtype.row_bytes, dims))
 
 
 def _base_addresses(args: GqaArgs, problem: GqaProblem) -> tuple[int, int]:
