@@ -40,6 +40,8 @@ SHOWN = (
     "mlagen/cascade.py",
     "mlagen/distributed.py",
     "mlagen/families/workspace.py",
+    "mlagen/gqa/msa.py",
+    "mlagen/gqa/qsa.py",
     "mlagen/gqa/trtllm.py",
     "mlagen/gqa/wrapper.py",
     "mlagen/gqa/xqa.py",

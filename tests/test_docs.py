@@ -124,6 +124,9 @@ def test_documented_names_can_be_imported() -> None:
     assert {name for name, what in found.items() if what.__name__ != name.split(".")[-1]} == set()
     assert {name for name, what in found.items() if not inspect.getdoc(what)} == set()
     assert {name for name, path in sources.items() if Path(path or "") not in linked} == set()
+    site = (ROOT / "docs/hooks.py").read_text("utf-8")  # which passes the sources to mkdocs
+    paths = {Path(path or "").relative_to(ROOT) for path in sources.values()}
+    assert {path for path in paths if f'"{path}"' not in site} == set()
 
 
 def test_every_exception_has_a_section() -> None:
