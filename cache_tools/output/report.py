@@ -159,6 +159,8 @@ def _variant(key_fields: Mapping[str, str]) -> str:
         words.append(f"{out} out")
     if (heads := key_fields.get("kv_heads_per_cta", "1")) != "1":
         words.append(f"{heads} KV heads per CTA")
+    if key_fields.get("has_unaligned_rows") == "True":
+        words.append("scales in rows")
     return ", ".join(words)
 
 

@@ -25,9 +25,11 @@ from cache_tools.output.report import (
 from cache_tools.tools.interrupts import Interrupted
 from mlagen.prewarming import PrewarmEvent, PrewarmUnit
 from mlagen.spec.arch import parse_arch
+from mlagen.spec.dtype import DType
 from mlagen.spec.families import specs_of
 from mlagen.spec.kernel import KernelSpec
 from tests.fixture_types import Patch
+from tests.kernels import gqa_sm90
 
 Capsys = pytest.CaptureFixture[str]
 SIZES = {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 54_624: "53 KiB", 5 << 20: "5.0 MiB"}
@@ -71,6 +73,16 @@ def test_the_columns_of_a_kernel_are_unique(family: str) -> None:
     specs = specs_of(parse_arch("sm_90a"), [family])
     rows = {tuple(kernel_columns(family, spec.key_fields()).values()) for spec in specs}
     assert len(rows) == len(specs)
+
+
+def test_the_columns_of_a_kernel_say_where_scales_of_tokens_are() -> None:
+    """Beside the rows, or behind them."""
+    specs = [
+        gqa_sm90(kv_dtype=DType.INT8_PER_TOKEN_HEAD, has_unaligned_rows=is_unaligned)
+        for is_unaligned in (False, True)
+    ]
+    columns = [kernel_columns(spec.family, spec.key_fields()) for spec in specs]
+    assert [column["variant"] for column in columns] == ["", "scales in rows"]
 
 
 FIRST, SECOND = specs_of(parse_arch("sm_80"), ["combine"], dtype=["bf16"])[:2]
