@@ -272,14 +272,14 @@ def _require_scales_in_rows(args: GqaArgs, problem: GqaProblem) -> None:
 
 def _has_scales_in_rows(args: GqaArgs, problem: GqaProblem) -> bool:
     """Return whether the first scales are behind the first key and value."""
-    variant = problem.variant
-    if not variant.has_token_scales:
+    if args.key_scales is None:
         return False
     first = args.key_scales.data_ptr()
     second = first + problem.value_scale_offset
     if args.value_scales is not None:
         second = args.value_scales.data_ptr()
     key, value = _base_addresses(args, problem)
+    variant = problem.variant
     dims = (variant.head_dim, variant.head_dim_vo or variant.head_dim)
     return (first - key, second - value) == tuple(map(variant.kv_dtype.row_bytes, dims))
 
