@@ -393,6 +393,7 @@ INVARIANT_CASES = [
     given("e4m3, drafts and a window", 6, kv="e4m3", page_size=64, **_AROUND, **_DRAFTS),
     given("four heads of nvfp4", 3, seq_lens=(600, 0, 257), kv="nvfp4", kv_heads=4, page_size=32),
     given("32 rows", 4, seq_lens=(600, 257, 30), group=8, q_len=4, page_size=64, **CAPPED),
+    given("scales in rows", 3, seq_lens=(600, 0, 257), kv="int8", kv_heads=3, **INLINE_SCALES),
     given("512 dims", 3, seq_lens=(600, 0, 257), kv_heads=1, head_dim=512, page_size=64),
     given(
         "ragged queries, a window",
