@@ -51,16 +51,18 @@ class DecodeBatchesBuilder(WarmedGroup):
     def decode_calls(self) -> Iterable[Calls]:
         """Return the calls of mlagen that decode the batches of the group."""
         spec = self.kv_cache_spec
-        return gqa_calls(
-            heads=self.num_heads_q,
-            kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_size,
-            head_dim_vo=spec.head_size_v,
-            page_size=spec.block_size,
-            query_dtype=self.vllm_config.model_config.dtype,
-            kv_dtype=self.kv_dtype,
-            max_q_len=max_decode_query_len(self.vllm_config),
-        )
+        for has_soft_cap in sorted({bool(layer.impl.logits_soft_cap) for layer in self.layers}):
+            yield from gqa_calls(
+                heads=self.num_heads_q,
+                kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_size,
+                head_dim_vo=spec.head_size_v,
+                page_size=spec.block_size,
+                query_dtype=self.vllm_config.model_config.dtype,
+                kv_dtype=self.kv_dtype,
+                max_q_len=max_decode_query_len(self.vllm_config),
+                has_soft_cap=has_soft_cap,
+            )
 
 
 class DecodeBatches:

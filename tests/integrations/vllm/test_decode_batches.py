@@ -212,16 +212,20 @@ def test_the_dims_of_a_value_are_those_of_flash_attention(diffkv: ModuleType) ->
         diffkv.MlagenDiffKVBackend.set_head_size_v(128)
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("auto", DType.BF16), ("fp8", DType.E4M3)])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "soft_cap"), [("auto", DType.BF16, 0.0), ("fp8", DType.E4M3, 50.0)]
+)
 def test_the_calls_of_a_group_are_exact(
-    diffkv: ModuleType, dtype: str, kv_dtype: DType, monkeypatch: Patch
+    diffkv: ModuleType, dtype: str, kv_dtype: DType, soft_cap: float, monkeypatch: Patch
 ) -> None:
-    """Heads, dims, dtypes and query lengths are those of the layers; graphs hold uniform drafts."""
+    """Heads, dims, dtypes, caps, query lengths are those of layers; graphs hold uniform drafts."""
     fields = {"hf_config": SimpleNamespace(model_type="mimo_v2")}
     config = config_of(8, drafts=1, **fields, rswa_window=None, is_mm_prefix_lm=False)
     config.cache_config.cache_dtype = dtype
     config.compilation_config.cudagraph_mode.has_full_cudagraphs = lambda: False
     config.compilation_config.max_cudagraph_capture_size = None
+    layer = SimpleNamespace(impl=SimpleNamespace(logits_soft_cap=soft_cap))
+    config.compilation_config.static_forward_context["layer"] = layer
     if is_installed("vllm"):
         module = "vllm.v1.attention.backends.flash_attn"
         for name in ("get_num_attention_heads_from_layers", "get_dcp_world_size_and_rank"):
@@ -237,6 +241,7 @@ def test_the_calls_of_a_group_are_exact(
     (first, rows), (second, more_rows) = builder.decode_calls()
 
     assert first == second
+    assert first.has_soft_cap == bool(soft_cap)
     assert (first.head_dim, first.head_dim_vo, first.page_size) == (192, 128, 64)
     assert (first.query_dtype, first.kv_dtype, rows, more_rows) == (DType.BF16, kv_dtype, 4, 8)
     assert builder._cudagraph_support.name == "UNIFORM_BATCH"
