@@ -55,7 +55,7 @@ _RING_BYTES = {
 _WIDEST_RING_BYTES = {128: 80 * 1024}  # of the largest tiles, so that they combine in one pass
 _QUERY_BYTES = 2  # per element
 _VALUE_BYTES = 4  # per element of a warp's partial output
-_COMBINE_PADDING_BYTES = 16  # of kCombinePitch, per partial row
+_COMBINE_PADDING_BYTES = 16  # of CombineBuffer, per partial row
 # Min tokens of a fixed split of batch-invariant kernels; fewer than twice as many, unless the
 # sequence has the max number of splits. Shorter ones store more partials, and longer ones leave
 # more SMs idle where the batch is small.
