@@ -190,6 +190,19 @@ def test_scales_elsewhere_than_behind_unaligned_rows_use_the_sm80_kernel(
         choose(case, launches, "sm90", **others)
 
 
+def test_strides_of_one_kv_head_do_not_matter(launches: Launches) -> None:
+    """Scales behind rows of one KV head may have any stride of heads."""
+    case = replace(PLAIN_GQA, kv_heads=1, **SCALES_IN_ROWS)
+    args = args_of(case)
+    page, token, _ = args.key_scales.stride()
+    scales = args.key_scales.as_strided(args.key_scales.shape, (page, token, 1))
+    given = {name: getattr(args, name) for name in ("key_cache", "value_cache", "value_scales")}
+
+    call = choose(case, launches, "sm90", **given, key_scales=scales)
+
+    assert call.families == ["gqa_sm90"]
+
+
 @pytest.mark.parametrize("case", [MLA, GQA], ids=["mla", "gqa"])
 def test_a_cache_whose_tensor_map_fails_uses_the_sm80_kernel(
     case: Case, launches: Launches, monkeypatch: Patch

@@ -257,10 +257,12 @@ def _require_scales_in_rows(args: GqaArgs, problem: GqaProblem) -> None:
 
     Its TMA boxes begin at rows of every second token.
     """
+    sizes = (problem.num_pages, problem.variant.page_size, problem.kv_heads)
     for part in ("key", "value"):
-        page, token, head = _cache_strides(problem, part)
+        page, token, head = strides = _cache_strides(problem, part)
+        pairs = zip(strides, _cache_strides(problem, f"{part}_scale"), sizes, strict=True)
         is_covered = (
-            _cache_strides(problem, f"{part}_scale") == (page, token, head)
+            all(stride == of_scales for stride, of_scales, size in pairs if size > 1)
             and 2 * token % ALIGNMENT_BYTES == 0
             and (page % ALIGNMENT_BYTES == 0 or problem.num_pages == 1)
             and token + head * problem.kv_heads < _MAX_ROW_OFFSET
