@@ -105,6 +105,21 @@ def test_a_request_has_the_bits_that_it_has_alone(form: Form, facts: Facts, gpu:
     assert gpu.num_slots[-1] < all_slots
 
 
+def test_equal_requests_that_are_throttled_have_the_bits_that_they_have_alone(gpu: Gpu) -> None:
+    """The progress of CTAs, which equal splits throttle, lies in no slot of a split."""
+    form, facts = FORMS["e4m3"]
+    requests = inv.build(facts, [max(LENS)] * 4, "cpu")
+    expected = inv.alone(form, requests)
+    gpu.sm_count = 2
+    slot_bytes = 64 * (512 * 2 + 16)  # of 64 rows
+
+    for num_slots in (12, 13):  # of all splits, and one more
+        size = num_slots * slot_bytes
+        batch = Batch(of=requests, idx=torch.arange(requests.count), workspace_bytes=size)
+        assert inv.differing(form(batch), batch, expected) == []
+        assert gpu.num_slots[-1] == num_slots
+
+
 def test_phases_of_a_cached_schedule_are_right(gpu: Gpu) -> None:
     """The next launch begins before another warp has published the first work item."""
     form, facts = FORMS["lists over fp8_ds_mla"]
