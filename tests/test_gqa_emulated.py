@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mlagen.families.common import launchers
+from mlagen.families.common.launchers import Launcher
 from mlagen.families.dispatch import GQA
 from mlagen.families.gqa import launch as gqa_launch
 from mlagen.families.gqa import plan as gqa_plan
@@ -501,7 +502,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Decode:
             request = check_problem(inputs)
             on_gpu = replace(request, device=torch.device("cuda", 0))
             if sm80_on is None:
-                call = gqa_launch.make_sm90_launcher(inputs, on_gpu, current_settings())
+                call: Launcher = gqa_launch.make_sm90_launcher(inputs, on_gpu, current_settings())
             else:
                 call = GQA.family.sm80_launcher(inputs, on_gpu)
             return GQA.launch(replace(call, problem=request), inputs)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mlagen.families.common import launchers
+from mlagen.families.common.launchers import Launcher
 from mlagen.families.dispatch import GQA
 from mlagen.families.gqa import launch as gqa_launch
 from mlagen.families.gqa import plan as gqa_plan
@@ -53,7 +54,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Emulate:
             problem = check_problem(args)
             on_gpu: Any = replace(problem, device=torch.device("cuda", 0))
             if is_sm90:
-                launcher = gqa_launch.make_sm90_launcher(args, on_gpu, current_settings())
+                launcher: Launcher = gqa_launch.make_sm90_launcher(args, on_gpu, current_settings())
             else:
                 launcher = GQA.family.sm80_launcher(args, on_gpu)
             return GQA.launch(replace(launcher, problem=problem), args)

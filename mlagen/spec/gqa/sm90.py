@@ -390,7 +390,7 @@ def gqa_sm90_spec(
 def _loads(spec: GqaSm90Spec) -> bool:
     """Return whether the kernel can load the KV tiles: by TMA, or a token at a time."""
     variant = spec.variant
-    if spec.has_unaligned_rows and not variant.has_token_scales:
+    if spec.has_unaligned_rows and (not variant.has_token_scales or variant.sparse_block):
         return False
     if not spec.uses_tma:
         return not variant.batch_invariant
