@@ -14,6 +14,13 @@ struct WorkRecord {
 };
 static RangeRecord* next_range;
 static WorkRecord* next_work_item;
+static const WorkRecord* work_items_end;
+
+static WorkRecord& new_work_item() {
+  if (next_work_item == work_items_end)
+    complain("more work items than their buffer has in cta", blockIdx.x);
+  return *next_work_item++;
+}
 
 static void schedule_cta(const Params& params);
 
@@ -25,15 +32,16 @@ static void schedule_ctas(const Params& params) {
   }
 }
 
-// Writes records from `ranges` and `work_items` on, and their numbers into `counts`. Returns what
-// is wrong, or an empty text.
+// Writes records from `ranges` and `work_items` on, no more than `max_work_items` of these, and
+// their numbers into `counts`. Returns what is wrong, or an empty text.
 CALLED_FROM_PYTHON const char* schedule(const void* params, int ctas, RangeRecord* ranges,
-                                        WorkRecord* work_items, int* counts) {
+                                        WorkRecord* work_items, int max_work_items, int* counts) {
   keep_params(params);
   gridDim = {static_cast<unsigned>(ctas), 1, 1};
   block_threads = kScheduleThreads;
   next_range = ranges;
   next_work_item = work_items;
+  work_items_end = work_items + max_work_items;
   complaint[0] = '\0';
   static Fiber threads[kScheduleThreads];
   static std::vector<char> stacks(kScheduleThreads * kStackBytes);

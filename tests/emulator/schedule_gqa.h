@@ -16,21 +16,21 @@ static void schedule_cta(const Params& params) {
   for (int work_idx = 0; has_more; ++work_idx) {
     const WorkItem work = work_at(params, range, rank_in_group, state);
     if (lane_index() == 0) {
-      *next_work_item++ = {cta,
-                           work_idx,
-                           work.seq_idx,
-                           work.first_query,
-                           work.kv_head,
-                           work.first_row,
-                           work.rows,
-                           work.first_kv_block,
-                           work.num_kv_blocks,
-                           work.kv_end,
-                           work.unmasked_kv_end,
-                           work.num_splits,
-                           work.num_splits,
-                           work.split_idx,
-                           work.first_split};
+      new_work_item() = {cta,
+                         work_idx,
+                         work.seq_idx,
+                         work.first_query,
+                         work.kv_head,
+                         work.first_row,
+                         work.rows,
+                         work.first_kv_block,
+                         work.num_kv_blocks,
+                         work.kv_end,
+                         work.unmasked_kv_end,
+                         work.num_splits,
+                         work.num_splits,
+                         work.split_idx,
+                         work.first_split};
     }
     has_more = state.advance(params, range);
   }

@@ -41,21 +41,21 @@ static void schedule_cta(const Params& params) {
       }
     }
     if (lane_index() == 0) {
-      *next_work_item++ = {cta,
-                           static_cast<int>(work.work_idx),
-                           work.seq_idx,
-                           static_cast<int>(work.first_query),
-                           0,
-                           work.first_row,
-                           work.rows,
-                           work.first_kv_block,
-                           work.num_kv_blocks,
-                           work.kv_end,
-                           work.unmasked_kv_end,
-                           work.num_splits,
-                           work.num_reducers,
-                           work.split_idx,
-                           kBatchInvariant ? work.first_slot : work.first_cta};
+      new_work_item() = {cta,
+                         static_cast<int>(work.work_idx),
+                         work.seq_idx,
+                         static_cast<int>(work.first_query),
+                         0,
+                         work.first_row,
+                         work.rows,
+                         work.first_kv_block,
+                         work.num_kv_blocks,
+                         work.kv_end,
+                         work.unmasked_kv_end,
+                         work.num_splits,
+                         work.num_reducers,
+                         work.split_idx,
+                         kBatchInvariant ? work.first_slot : work.first_cta};
     }
     __syncwarp();
   }

@@ -17,7 +17,7 @@ MLA_THREADS = 64
 
 _THREADS = re.compile(r"^constexpr int kThreads = .*;$", re.MULTILINE)
 _MAX_CTAS = 160
-_MAX_WORK_ITEMS = 1 << 16
+MAX_WORK_ITEMS = 1 << 16
 
 
 class Range(NamedTuple):
@@ -78,7 +78,7 @@ class TileScheduler:
         self._schedule = compile_host(source).schedule
         self._schedule.restype = ctypes.c_char_p
         self._ranges = ctypes.create_string_buffer(_MAX_CTAS * 4 * len(Range._fields))
-        self._works = ctypes.create_string_buffer(_MAX_WORK_ITEMS * 4 * len(WorkItem._fields))
+        self._works = ctypes.create_string_buffer(MAX_WORK_ITEMS * 4 * len(WorkItem._fields))
 
     def run(self, num_ctas: int, params: dict[str, int | ctypes.Array[ctypes.c_int]]) -> Schedule:
         """Return the schedule of a grid; parameters that it does not depend on may be missing."""
@@ -95,6 +95,7 @@ class TileScheduler:
             num_ctas,
             self._ranges,
             self._works,
+            MAX_WORK_ITEMS,
             counts,
         )
         assert not complaint, complaint
