@@ -249,7 +249,8 @@ static u64 createpolicy_evict_normal() { return 0; }
 static void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64, int x, int y, int z,
                                  int w, int v) {
   copies.push_back({target, static_cast<const Map*>(map), barrier, {x, y, z, w, v}});
-  if (x * copies.back().map->element_bytes % 16 != 0) complain("a box at no multiple of 16 bytes", x);
+  if (x * copies.back().map->element_bytes % 16 != 0)
+    complain("a box at no multiple of 16 bytes", x);
   copy_box(copies.back(), true);
   has_progress = true;
 }
