@@ -196,9 +196,7 @@ struct GatheredScales {
   __device__ void copy(int kv, const LaneTokens& lane_tokens, const u32 (&exist)[kTokensPerLane],
                        unsigned char* target) const {
     const bool is_key = kv == 0;
-    const PagedRows cache = {is_key ? rows[0].rows : rows[1].rows,
-                             is_key ? rows[0].page_stride : rows[1].page_stride,
-                             is_key ? rows[0].token_stride : rows[1].token_stride};
+    const PagedRows cache = is_key ? rows[0] : rows[1];
     const bool is_aligned = is_key ? are_aligned[0] : are_aligned[1];
     const LaneRows lane_rows(cache, lane_tokens);
     target += (first_token_of_producer() + lane_index()) * kScaleRowBytes;
@@ -270,9 +268,7 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvG
 #pragma unroll(kHasEqualTiles ? 1 : 2)
     for (int kv = 0; kv < 2; ++kv) {
       const bool is_key = kv == 0;
-      const PagedRows rows = {is_key ? key_rows.rows : value_rows.rows,
-                              is_key ? key_rows.page_stride : value_rows.page_stride,
-                              is_key ? key_rows.token_stride : value_rows.token_stride};
+      const PagedRows rows = is_key ? key_rows : value_rows;
       if (kHasEqualTiles || is_key) {
         LaneTokens tokens = keys;
         if constexpr (kSeparatePageIds) {
