@@ -77,18 +77,25 @@ struct TokenIdsOf {
 // Its top-k indices into two pools.
 template <typename KernelParams>
 struct TokenIdsOf<KernelParams, true> {
-  PooledIndices indices;
+  const KernelParams& params;
+  int query;
+  int num_indices;  // into the first pool
   int end;
 
   __device__ TokenIdsOf(const KernelParams& params, const WorkCoord& coord,
                         const ListSplitOf<KernelParams, true>& split)
-      : indices(pooled_indices(params, coord.seq_idx)), end(end_of_tokens(coord)) {
-    indices.num_indices = split.num_indices;
-  }
+      : params(params),
+        query(coord.seq_idx),
+        num_indices(split.num_indices),
+        end(end_of_tokens(coord)) {}
 
+  // Needs no length: the first load of a work item waits for this one.
   __device__ int read(int kv_block) const {
     const int token = token_of(kv_block);
-    return token < end ? *indices.address_of(token) : -1;
+    const bool is_extra = token >= num_indices;
+    const int* ids = is_extra ? params.extra_indices - num_indices : params.block_tables;
+    const i64 stride = is_extra ? params.extra_indices_stride : params.block_tables_stride;
+    return token < end ? ids[query * stride + token] : -1;
   }
 };
 
@@ -177,6 +184,9 @@ struct TokenStream : ListSplit {
         token_address(params, *this, TokenIds(params, coord, *this).read(coord.first_kv_block),
                       coord.first_kv_block) {}
 
+  // Called when the addresses of the CTA's first KV block are known.
+  __device__ static void begin_loads() {}
+
   // Called before the CTA's second KV block.
   __device__ static void wait_for_first(const SharedMemoryPlan&) {}
 
@@ -245,6 +255,7 @@ __device__ inline void load_kv_blocks(const Params& params, const WorkItem& work
                                       SharedMemoryPlan& smem, PipelineState<kStages>& pipe,
                                       u32& num_published) {
   KvBlockStream stream(params, work);
+  if (work.work_idx == 0) KvBlockStream::begin_loads();
   // KV blocks that are loaded while Q of the preceding work item is still in use.
   const int num_before_q = min(work.num_kv_blocks, KvBlockStream::kBlocksBeforeQ);
 #pragma unroll 1

@@ -50,6 +50,12 @@ struct KvBlockStream : TokenStream {
 
   static constexpr int kBlocksBeforeQ = kStages - 1;
 
+  __device__ static void begin_loads() {
+    if constexpr (kSplitsQAfterIds) {
+      named_barrier_arrive(NamedBarrier::FirstIdsRead, kPvThreads + kProducerThreads);
+    }
+  }
+
   // Otherwise the first loads of the last CTAs queue behind all loads of the others.
   __device__ static void wait_for_first(const SharedMemoryPlan& smem) { wait(smem.kv_full[0], 0); }
 

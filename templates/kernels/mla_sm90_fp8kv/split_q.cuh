@@ -145,10 +145,16 @@ __device__ inline void load_q(const Params& params, const WorkCoord& coord, Shar
   }
 }
 
-// Splits Q in place, kTilesPerStep tiles at a time.
-template <int kTilesPerStep>
+// Splits Q in place, kTilesPerStep tiles at a time. Two groups of PV warps share the rows, the
+// second of which has the last tiles: they meet before they read tiles that the other group has
+// copied, and before they overwrite tiles that it reads.
+template <int kTilesPerStep, int kGroups>
 __device__ inline void split_q(SharedMemoryPlan& smem, int thread, int num_threads) {
+  num_threads /= kGroups;
+  const int group = kGroups == 1 ? 0 : thread / num_threads;
+  if constexpr (kGroups > 1) thread %= num_threads;
   const int lane = thread % 8;
+  if constexpr (kGroups > 1) named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
 #pragma unroll 1
   for (int row = thread / 8; row < kBlockM; row += num_threads / 8) {
     unsigned char* ptr = smem.query + swizzled_offset<128>(row, lane);
@@ -169,11 +175,13 @@ __device__ inline void split_q(SharedMemoryPlan& smem, int thread, int num_threa
     }
     const QScale q_scale(max(amax & 0xffff, amax >> 16));
     if (lane == 0) smem.query_scale[0][row] = q_scale.scale;
+    if constexpr (kGroups > 1) named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
     constexpr int kWholeSteps = kCodeTiles / kTilesPerStep * kTilesPerStep;
 #pragma unroll 1
-    for (int tile = 0; tile < kWholeSteps; tile += kTilesPerStep) {
+    for (int tile = group * kTilesPerStep; tile < kWholeSteps; tile += kTilesPerStep * kGroups) {
       split_chunks<kTilesPerStep>(smem.query, query_place(row), lane, tile, q_scale.inv_scale);
     }
+    if (group + 1 != kGroups) continue;
     if constexpr (kWholeSteps < kCodeTiles) {
       split_chunks<kCodeTiles - kWholeSteps>(smem.query, query_place(row), lane, kWholeSteps,
                                              q_scale.inv_scale);
@@ -190,11 +198,11 @@ __device__ inline void split_q(SharedMemoryPlan& smem, int thread, int num_threa
 
 // Waits for the copies of Q, splits it and arrives at `full`. Called by the threads that issued the
 // copies, each for its own chunks.
-template <int kTilesPerStep>
+template <int kTilesPerStep, int kGroups = 1>
 __device__ inline void finish_q_load(SharedMemoryPlan& smem, const Barrier& full, int thread,
                                      int num_threads) {
   cp_async_wait_group<0>();
-  split_q<kTilesPerStep>(smem, thread, num_threads);
+  split_q<kTilesPerStep, kGroups>(smem, thread, num_threads);
   __syncwarp();
   if (reload_lane() == 0) arrive(full);
 }
@@ -204,7 +212,12 @@ __device__ inline void load_first_q(const Params& params, const WorkCoord& coord
                                     SharedMemoryPlan& smem, const Barrier& full, int thread,
                                     int threads) {
   load_q(params, coord, smem, thread, threads);
-  finish_q_load<kQkConvertsQ ? kCodeTiles : kLatentTiles / 2>(smem, full, reload_tid(), threads);
+  if constexpr (kSplitsQAfterIds) {
+    named_barrier_sync(NamedBarrier::FirstIdsRead, kPvThreads + kProducerThreads);
+  }
+  constexpr bool kInOneStep = kQkConvertsQ && kQSplitGroups == 1;
+  finish_q_load<kInOneStep ? kCodeTiles : kLatentTiles / 2, kQSplitGroups>(smem, full, reload_tid(),
+                                                                           threads);
 }
 
 // Loads Q of a later work item, by the producer threads, and completes it or leaves that to the QK
@@ -221,5 +234,5 @@ __device__ inline void load_later_q(const Params& params, const WorkCoord& coord
 
 // Called by the QK warpgroup.
 __device__ inline void convert_q(SharedMemoryPlan& smem, int thread, int threads) {
-  split_q<kCodeTiles>(smem, thread, threads);
+  split_q<kCodeTiles, 1>(smem, thread, threads);
 }
