@@ -64,7 +64,7 @@ def _gqa_sm90_kernels(arch: Arch, variant: GqaVariant, rows: int) -> list[GqaSm9
 
 
 _LISTED: dict[type[KernelSpec], Callable[[Arch], Iterator[KernelSpec]]] = {
-    MlaSm80Spec: _of_calls(mla_variants, lambda *call: [mla_sm80.mla_sm80_spec(*call)]),
+    MlaSm80Spec: _of_calls(mla_variants, mla_sm80.mla_sm80_specs),
     MlaSm90Spec: _of_calls(mla_variants, lambda *call: [MlaSm90Spec.of(*call)]),
     MlaSm90Fp8Spec: _of_calls(mla_variants, lambda *call: [MlaSm90Fp8Spec.of(*call)]),
     MlaSm90Fp8KvSpec: _of_calls(mla_variants, lambda *call: [MlaSm90Fp8KvSpec.of(*call)]),
@@ -147,17 +147,17 @@ def values_of(specs: Iterable[KernelSpec], label: str) -> list[str]:
 def mla_call_specs(arch: Arch, variant: MlaVariant, rows: int) -> list[KernelSpec]:
     """Return the kernels of MLA calls with ``rows`` query rows per sequence.
 
-    The sm90 kernels, if any: one per tile, for every ``p_dtype_choice``; the sm80 kernel, which
-    small calls use on sm90 too; and the kernel that combines its splits. Raises UnsupportedError if
-    no kernel supports the variant.
+    The sm90 kernels, if any: one per tile, for every ``p_dtype_choice``; the sm80 kernels, which
+    small calls use on sm90 too; and the kernel that combines their splits. Raises UnsupportedError
+    if no kernel supports the variant.
     """
-    sm80 = mla_sm80.mla_sm80_spec(arch, variant, rows)
+    sm80 = mla_sm80.mla_sm80_specs(arch, variant, rows)
     sm90 = [
         replace(spec, block_m=tile)
         for spec in mla_sm90.mla_sm90_kernels(arch, variant, rows)
         for tile in reversed(spec.tiles_of(rows))
     ]
-    return [*sm90, sm80, combine_spec(sm80)]
+    return [*sm90, *sm80, combine_spec(sm80[0])]
 
 
 def gqa_call_specs(arch: Arch, variant: GqaVariant, rows: int) -> list[KernelSpec]:

@@ -51,9 +51,11 @@ struct TileRows {
 
 // The rows of a tile. Without `cu_seqlens_q` every sequence has `q_len` query tokens and `tile`
 // counts within `seq_idx`; with it `tile` counts over all sequences. A tile whose query tokens lie
-// outside the tensor has no rows: nothing may be read or written there.
+// outside the tensor, whose `total_rows` are those of all `heads`, has no rows: nothing may be read
+// or written there.
 __device__ inline TileRows rows_of_tile(const int* cu_seqlens_q, int num_seqs, i64 q_len,
-                                        int rows_per_token, i64 num_tokens, int seq_idx, i64 tile) {
+                                        int rows_per_token, int heads, i64 total_rows, int seq_idx,
+                                        i64 tile) {
   i64 first_query = seq_idx * q_len;
   if (cu_seqlens_q != nullptr) {
     seq_idx = seq_of_tile(cu_seqlens_q, num_seqs, rows_per_token, static_cast<int>(tile));
@@ -62,8 +64,8 @@ __device__ inline TileRows rows_of_tile(const int* cu_seqlens_q, int num_seqs, i
     q_len = cu_seqlens_q[seq_idx + 1] - first_query;
   }
   const i64 first_row = tile * kBlockM;
-  const bool is_inside =
-      first_query >= 0 && q_len >= 0 && first_query + q_len <= num_tokens && first_row >= 0;
+  const bool is_inside = first_query >= 0 && q_len >= 0 &&
+                         (first_query + q_len) * heads <= total_rows && first_row >= 0;
   const i64 rows = min(q_len * rows_per_token - first_row, static_cast<i64>(kBlockM));
   return {seq_idx, static_cast<int>(q_len), first_query, static_cast<int>(first_row),
           is_inside && rows > 0 ? static_cast<int>(rows) : 0};

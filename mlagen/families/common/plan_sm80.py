@@ -11,7 +11,13 @@ from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.spec.gqa.sm80 import GqaSm80Spec, GqaTile, gqa_sm80_spec
 from mlagen.spec.gqa.variant import GqaVariant
-from mlagen.spec.mla.sm80 import MlaSm80Spec, MlaTile, mla_sm80_spec
+from mlagen.spec.mla.sm80 import (
+    SMALL_LISTS,
+    SMALL_TILE_ROWS,
+    MlaSm80Spec,
+    MlaTile,
+    mla_sm80_spec,
+)
 from mlagen.spec.mla.variant import MlaVariant
 
 # Cost model, in the time of a KV block whose CTA has an SM of its own. Fitted to sweeps of
@@ -40,12 +46,15 @@ def plan_sm80_call(
 ) -> tuple[MlaSm80Spec | GqaSm80Spec, Sm80Plan]:
     """Return the sm80 kernel and its plan for a call on GPU ``device``, on ``sms`` SMs of it."""
     arch, rows = arch_of_device(device), shape.rows
+    sm_count = sms or device_facts(device).sm_count
     spec: MlaSm80Spec | GqaSm80Spec
     if isinstance(variant, MlaVariant):
+        if variant.has_small_tiles and shape.is_small(SMALL_LISTS, sm_count):
+            rows = min(rows, SMALL_TILE_ROWS)
         spec = mla_sm80_spec(arch, variant, rows)
     else:
         spec = gqa_sm80_spec(arch, variant, rows)
-    return spec, plan_sm80(spec, shape, sms or device_facts(device).sm_count)
+    return spec, plan_sm80(spec, shape, sm_count)
 
 
 def max_sm80_bytes_per_sm(tiles: Iterable[MlaTile | GqaTile], dims: int) -> int:

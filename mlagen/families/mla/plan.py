@@ -23,15 +23,8 @@ _MAX_CTA_GROUP_SIZE = 4
 # sequence once.
 _MAX_IDLE = Fraction(1, 25)
 
-# Rows of a tile in the KV-block count of a small call.
-_SMALL_TILE_ROWS = 16
-
 # No plan needs a larger workspace.
 MAX_BYTES_PER_SM = 513 << 10
-
-# SM count that the limits of small calls are for. They grow with the SMs: the sm80 kernel saves a
-# fixed latency, and takes longer for each KV block of an SM.
-_SMALL_CALL_SMS = 132
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +130,7 @@ def is_small_call(spec: MlaSm90Spec, shape: ProblemShape, sm_count: int) -> bool
     if spec.variant.batch_invariant:
         return False
     limit = next((blocks for max_rows, blocks in spec.small_calls if shape.rows <= max_rows), -1)
-    tiles = shape.batch * -(-shape.rows // _SMALL_TILE_ROWS)
-    tile_blocks = tiles * _kv_blocks_of(spec, shape.max_kv_len)
-    return tile_blocks * _SMALL_CALL_SMS <= limit * sm_count
+    return shape.is_small(limit, sm_count)
 
 
 def mla_sm90_bytes_per_cta(spec: MlaSm90Spec) -> int:

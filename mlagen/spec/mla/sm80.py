@@ -39,6 +39,11 @@ TILES = (
 )
 
 
+# Small calls over two pools, in KV blocks of 64 tokens over all tiles of 16 query rows, on 132 SMs:
+# more CTAs of such a tile are faster than fewer of a larger one, and than the sm90 kernel.
+SMALL_TILE_ROWS = 16
+SMALL_LISTS = 60
+
 _WORK_BYTES = 64  # of the struct in kernels/mla_sm80/work_item.cuh
 
 
@@ -124,7 +129,7 @@ class MlaSm80Spec(MlaKernelSpec, Sm80Splits):
 
     def serves_rows(self, rows: int) -> bool:
         """Whether calls with so many query rows per sequence use this tile of the variant."""
-        return self == mla_sm80_spec(self.arch, self.variant, rows)
+        return self in mla_sm80_specs(self.arch, self.variant, rows)
 
     @property
     def shared_bytes(self) -> int:
@@ -146,6 +151,14 @@ def mla_sm80_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm80Spec:
     require_supported(variant)
     choices = _choices(arch, variant)
     return next((spec for spec in choices[::-1] if spec.tile.block_m >= rows), choices[0])
+
+
+def mla_sm80_specs(arch: Arch, variant: MlaVariant, rows: int) -> list[MlaSm80Spec]:
+    """Return the kernels for ``rows`` query rows per sequence: of most calls, and of small ones."""
+    specs = [mla_sm80_spec(arch, variant, rows)]
+    if variant.has_small_tiles:
+        specs.append(mla_sm80_spec(arch, variant, min(rows, SMALL_TILE_ROWS)))
+    return list(dict.fromkeys(specs))
 
 
 @lru_cache(maxsize=1 << 14)  # for each number of rows

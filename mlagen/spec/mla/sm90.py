@@ -10,6 +10,7 @@ from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.fixed_splits import MLA_SM90_PARAMETERS, MlaSm90Splits
 from mlagen.spec.kernel import Parameter, parameters
+from mlagen.spec.mla.sm80 import SMALL_LISTS
 from mlagen.spec.mla.variant import (
     DCP,
     GATHER_PARAMETERS,
@@ -343,8 +344,8 @@ class MlaSm90Fp8KvSpec(_Fp8Spec):
     @property
     def small_calls(self) -> tuple[tuple[int, int], ...]:
         """(max rows per sequence, max KV blocks) of calls that sm80 runs faster on 132 SMs."""
-        if self.has_two_pools:  # lists of some hundred tokens: one or two of them in few tiles
-            return ((16, 20), (128, 15))
+        if self.has_two_pools:
+            return ((128, SMALL_LISTS),)
         return ((128, 128),) if self.variant.query_dtype.is_16bit else ((16, 64),)
 
     @property

@@ -47,6 +47,14 @@ class MlaVariant(Variant):
         return self.kv_lora_rank, self.qk_rope_head_dim
 
     @property
+    def has_small_tiles(self) -> bool:
+        """Whether a small call divides the query rows among more sm80 tiles: its lists are short.
+
+        Not a batch-invariant call, whose tile does not depend on the batch.
+        """
+        return self.lookup == "two_pools" and not self.batch_invariant
+
+    @property
     def mode(self) -> tuple[str, str, str]:
         """``lookup``, ``values`` and ``mask``."""
         return self.lookup, self.values, self.mask

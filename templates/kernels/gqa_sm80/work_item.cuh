@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "common/cta_index.cuh"
 #include "common/dcp.cuh"
 #include "common/fixed_splits.cuh"
 #include "common/paged_kv.cuh"
@@ -132,24 +133,23 @@ __device__ inline void set_sparse_work(const SparseParams& params, int token, in
   work.end_kv_block = min(num_kv_blocks, work.first_kv_block + kv_blocks_per_split);
 }
 
+// Waits for the preceding kernel (PDL).
 __device__ inline WorkItem find_work_item(const Params& params) {
   WorkItem work;
-  int cta = static_cast<int>(blockIdx.x);
-  const int m_tile = cta % params.m_tiles;
-  cta /= params.m_tiles;
-  work.slice = cta % kSlices;
-  cta /= kSlices;
-  work.kv_head = cta % params.kv_heads;
-  cta /= params.kv_heads;
-  work.split_idx = cta % params.num_splits;
+  CtaIndex cta;
+  const int m_tile = cta.next(params.m_tiles);
+  work.slice = cta.next(kSlices);
+  work.kv_head = cta.next(params.kv_heads);
+  work.split_idx = cta.next(params.num_splits);
+  const int seq_idx = static_cast<int>(cta.rest);
+  pdl_wait();
   if constexpr (kIsSparse) {
-    set_sparse_work(params, cta / params.num_splits, m_tile, work);
+    set_sparse_work(params, seq_idx, m_tile, work);
     return work;
   }
-  const i64 tokens = params.total_rows / (static_cast<i64>(params.group_size) * params.kv_heads);
   const TileRows m_tile_rows =
-      rows_of_tile(params.cu_seqlens_q, params.num_seqs, params.q_len, params.group_size, tokens,
-                   cta / params.num_splits, m_tile);
+      rows_of_tile(params.cu_seqlens_q, params.num_seqs, params.q_len, params.group_size,
+                   params.group_size * params.kv_heads, params.total_rows, seq_idx, m_tile);
   work.seq_idx = m_tile_rows.seq_idx;
   work.q_len = m_tile_rows.q_len;
   work.first_query = m_tile_rows.first_query;

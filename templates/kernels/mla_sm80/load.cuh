@@ -71,13 +71,12 @@ __device__ inline void dequant_query_row(const Params& params, i64 query, int he
 __device__ inline void load_q(const Params& params, const WorkItem& work, SharedMemoryPlan& smem) {
   const int lane = lane_index() % 8;
   for (int row = static_cast<int>(threadIdx.x) / 8; row < kBlockM; row += kThreads / 8) {
-    const int packed_row = work.first_row + row;
     if (row < work.rows) {
-      const i64 query = work.first_query + packed_row / work.heads;
+      const i64 query = work.first_query + work.token_of(row);
       if constexpr (kDequantsQuery) {
-        dequant_query_row(params, query, packed_row % work.heads, row, lane, smem);
+        dequant_query_row(params, query, work.head_of(row), row, lane, smem);
       } else {
-        copy_query_row(params, query, packed_row % work.heads, row, lane, smem);
+        copy_query_row(params, query, work.head_of(row), row, lane, smem);
       }
     } else {
       for (int chunk = lane; chunk < kTokenBytes / kChunkBytes; chunk += 8) {

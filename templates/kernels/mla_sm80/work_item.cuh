@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/block_table.cuh"
+#include "common/cta_index.cuh"
 #include "common/fixed_splits.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
@@ -35,14 +36,17 @@ struct alignas(64) WorkItem {
     return fixed_split_of(0, kv_end, split_idx, params.num_splits);
   }
 
-  // KV limit of `row` (0 to kBlockM - 1): up to its own position, or all.
+  // Query token of `row` (0 to kBlockM - 1) among those of the sequence, and its head.
+  __device__ int token_of(int row) const {
+    return kIsSparse || q_len == 1 ? 0 : (first_row + row) / heads;
+  }
+  __device__ int head_of(int row) const { return first_row + row - token_of(row) * heads; }
+
+  // KV limit of `row`: up to its own position, or all.
   __device__ int kv_end_of_row(const Params& params, int row) const {
-    if constexpr (kHasDcp) {
-      const int token = (first_row + row) / heads;
-      return row >= rows ? 0 : dcp_kv_end(params, seq_idx, kv_len, q_len, token);
-    }
-    const int later = is_causal ? q_len - 1 - (first_row + row) / heads : 0;
-    return row >= rows ? 0 : max(kv_len - later, 0);
+    if (row >= rows) return 0;
+    if constexpr (kHasDcp) return dcp_kv_end(params, seq_idx, kv_len, q_len, token_of(row));
+    return is_causal ? max(kv_len - (q_len - 1 - token_of(row)), 0) : kv_len;
   }
 
   // Index of `row` in a [tokens * heads] array.
@@ -62,16 +66,18 @@ __device__ inline int kv_len_of(const Params& params, int seq_idx) {
   }
 }
 
+// Waits for the preceding kernel (PDL).
 __device__ inline WorkItem find_work_item(const Params& params) {
   WorkItem work;
-  const int cta = static_cast<int>(blockIdx.x);
-  const int m_tile = cta % params.m_tiles;
+  CtaIndex cta;
+  const int m_tile = cta.next(params.m_tiles);
+  work.split_idx = cta.next(params.num_splits);
+  pdl_wait();
   const int* cu_seqlens_q = kIsSparse ? nullptr : params.cu_seqlens_q;
-  const TileRows found = rows_of_tile(cu_seqlens_q, params.num_seqs, kIsSparse ? 1 : params.q_len,
-                                      params.heads, params.total_rows / params.heads,
-                                      cta / params.m_tiles / params.num_splits, m_tile);
+  const TileRows found =
+      rows_of_tile(cu_seqlens_q, params.num_seqs, kIsSparse ? 1 : params.q_len, params.heads,
+                   params.heads, params.total_rows, static_cast<int>(cta.rest), m_tile);
   work.seq_idx = found.seq_idx;
-  work.split_idx = cta / params.m_tiles % params.num_splits;
   work.heads = params.heads;
   work.q_len = found.q_len;
   work.first_query = found.first_query;
@@ -134,10 +140,8 @@ __device__ inline unsigned char* tokens_of(SharedMemoryPlan& smem, int stage_idx
 // Bias of `row`; null if there is none.
 __device__ inline const float* row_bias(const Params& params, const WorkItem& work, int row) {
   if constexpr (!kHasBias) return nullptr;
-  const int packed_row = work.first_row + row;
-  const i64 query = work.first_query + packed_row / work.heads;
-  return params.bias + query * params.bias_stride +
-         packed_row % work.heads * params.bias_head_stride;
+  const i64 query = work.first_query + work.token_of(row);
+  return params.bias + query * params.bias_stride + work.head_of(row) * params.bias_head_stride;
 }
 
 // Returns whether a row attends to a token within its KV limit, and adds the token's bias to the

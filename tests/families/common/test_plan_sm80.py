@@ -14,8 +14,9 @@ from mlagen.families.common.problem import ProblemShape
 from mlagen.families.gqa import plan as gqa_select
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.variant import GqaVariant
+from mlagen.spec.mla.variant import MlaVariant
 from tests.families.shapes import SMS, gqa_shape, mla_shape
-from tests.kernels import SM_COUNTS, gqa_sm80, mla_sm80
+from tests.kernels import SM_COUNTS, gqa_sm80, mla_sm80, mla_sm90_two_pools
 
 
 def plan(shape: ProblemShape, sm_count: int = SMS) -> Sm80Plan:
@@ -156,6 +157,28 @@ def test_a_gqa_call_is_planned_for_its_rows_and_window() -> None:
     assert plan_of(100_000, window=64) == plan_of(65)
     assert plan_of(10, window=64) == plan_of(10)
     assert plan_of(100_000)[1].num_splits > plan_of(65)[1].num_splits
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(
+    ("batch", "heads", "max_kv_len", "rows"),
+    [(6, 16, 640, 16), (7, 16, 640, 16), (3, 32, 640, 16), (3, 32, 641, 32), (8, 128, 64, 32)],
+)
+def test_a_small_call_over_two_pools_has_more_tiles(
+    batch: int, heads: int, max_kv_len: int, rows: int
+) -> None:
+    """Of 16 rows, up to 60 KV blocks in all; never a batch-invariant one, or of one pool."""
+    shape = mla_shape(batch, heads, max_kv_len)
+    pools = mla_sm90_two_pools(rows=16).variant
+    one_pool = mla_sm80(rows=heads).variant
+
+    def rows_of(variant: MlaVariant) -> int:
+        spec, _ = plan_sm80_call(0, variant, shape)
+        return spec.tile.block_m
+
+    assert rows_of(pools) == rows
+    assert rows_of(replace(pools, batch_invariant=True)) == min(heads, 32)
+    assert rows_of(one_pool) == min(heads, 64)
 
 
 @pytest.mark.parametrize("rows", [16, 64])

@@ -110,8 +110,8 @@ def test_little_work_uses_smaller_tiles(
         *((mla_sm90_fp8kv(rows=rows), rows, SMS, 1, 2048 // rows) for rows in (16, 128)),
         (FP8KV_E4M3, 16, SMS, 1, 64),
         # Lists into two pools are short.
-        *((mla_sm90_two_pools(rows=16), 16, SMS, 1, 20), (mla_sm90_two_pools(), 129, SMS, 1, 0)),
-        *((mla_sm90_two_pools(rows=rows), rows, SMS, 1, 240 // rows) for rows in (64, 128)),
+        (mla_sm90_two_pools(), 129, SMS, 1, 0),
+        *((mla_sm90_two_pools(rows=rows), rows, SMS, 1, 960 // rows) for rows in (16, 64, 128)),
         # It grows with the SMs.
         *((mla_sm90(rows=16), 16, sms, 1, 256 * sms // 132) for sms in (16, 78, 114, 144)),
     ],

@@ -678,6 +678,22 @@ __device__ inline void store_x4(Target target, unsigned char* out, i64 index, fl
   *reinterpret_cast<uint2*>(out + index * 2) = packed;
 }
 
+// What a CTA of a one-dimensional grid takes of each dimension of the work.
+
+// The index of a CTA, of which `next` takes the fastest dimension first. Unsigned, because a signed
+// division takes more instructions; most dimensions are 1.
+struct CtaIndex {
+  u32 rest = blockIdx.x;
+
+  __device__ int next(int count) {
+    if (count == 1) return 0;
+    const u32 quotient = rest / static_cast<u32>(count);
+    const u32 index = rest - quotient * static_cast<u32>(count);
+    rest = quotient;
+    return static_cast<int>(index);
+  }
+};
+
 // Decode context parallel (DCP): token k of a rank is token cp_world * k + cp_rank of the sequence,
 // and the causal mask is by positions in the sequence. Templates: without DCP, Params lacks the
 // parameters.
@@ -798,9 +814,11 @@ struct TileRows {
 
 // The rows of a tile. Without `cu_seqlens_q` every sequence has `q_len` query tokens and `tile`
 // counts within `seq_idx`; with it `tile` counts over all sequences. A tile whose query tokens lie
-// outside the tensor has no rows: nothing may be read or written there.
+// outside the tensor, whose `total_rows` are those of all `heads`, has no rows: nothing may be read
+// or written there.
 __device__ inline TileRows rows_of_tile(const int* cu_seqlens_q, int num_seqs, i64 q_len,
-                                        int rows_per_token, i64 num_tokens, int seq_idx, i64 tile) {
+                                        int rows_per_token, int heads, i64 total_rows, int seq_idx,
+                                        i64 tile) {
   i64 first_query = seq_idx * q_len;
   if (cu_seqlens_q != nullptr) {
     seq_idx = seq_of_tile(cu_seqlens_q, num_seqs, rows_per_token, static_cast<int>(tile));
@@ -809,8 +827,8 @@ __device__ inline TileRows rows_of_tile(const int* cu_seqlens_q, int num_seqs, i
     q_len = cu_seqlens_q[seq_idx + 1] - first_query;
   }
   const i64 first_row = tile * kBlockM;
-  const bool is_inside =
-      first_query >= 0 && q_len >= 0 && first_query + q_len <= num_tokens && first_row >= 0;
+  const bool is_inside = first_query >= 0 && q_len >= 0 &&
+                         (first_query + q_len) * heads <= total_rows && first_row >= 0;
   const i64 rows = min(q_len * rows_per_token - first_row, static_cast<i64>(kBlockM));
   return {seq_idx, static_cast<int>(q_len), first_query, static_cast<int>(first_row),
           is_inside && rows > 0 ? static_cast<int>(rows) : 0};
@@ -1034,24 +1052,23 @@ __device__ inline void set_sparse_work(const SparseParams& params, int token, in
   work.end_kv_block = min(num_kv_blocks, work.first_kv_block + kv_blocks_per_split);
 }
 
+// Waits for the preceding kernel (PDL).
 __device__ inline WorkItem find_work_item(const Params& params) {
   WorkItem work;
-  int cta = static_cast<int>(blockIdx.x);
-  const int m_tile = cta % params.m_tiles;
-  cta /= params.m_tiles;
-  work.slice = cta % kSlices;
-  cta /= kSlices;
-  work.kv_head = cta % params.kv_heads;
-  cta /= params.kv_heads;
-  work.split_idx = cta % params.num_splits;
+  CtaIndex cta;
+  const int m_tile = cta.next(params.m_tiles);
+  work.slice = cta.next(kSlices);
+  work.kv_head = cta.next(params.kv_heads);
+  work.split_idx = cta.next(params.num_splits);
+  const int seq_idx = static_cast<int>(cta.rest);
+  pdl_wait();
   if constexpr (kIsSparse) {
-    set_sparse_work(params, cta / params.num_splits, m_tile, work);
+    set_sparse_work(params, seq_idx, m_tile, work);
     return work;
   }
-  const i64 tokens = params.total_rows / (static_cast<i64>(params.group_size) * params.kv_heads);
   const TileRows m_tile_rows =
-      rows_of_tile(params.cu_seqlens_q, params.num_seqs, params.q_len, params.group_size, tokens,
-                   cta / params.num_splits, m_tile);
+      rows_of_tile(params.cu_seqlens_q, params.num_seqs, params.q_len, params.group_size,
+                   params.group_size * params.kv_heads, params.total_rows, seq_idx, m_tile);
   work.seq_idx = m_tile_rows.seq_idx;
   work.q_len = m_tile_rows.q_len;
   work.first_query = m_tile_rows.first_query;
@@ -2280,7 +2297,6 @@ __device__ inline unsigned char* next_kv(const Params& params, const WorkItem& w
 extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     gqa_sm80(const __grid_constant__ Params params) {
   SharedMemoryPlan& smem = shared_memory<SharedMemoryPlan>();
-  pdl_wait();
   const WorkItem cta_work = find_work_item(params);
   if (cta_work.rows <= 0) return;
   if (threadIdx.x == 0) smem.work = cta_work;
