@@ -131,6 +131,14 @@ class MlaSm90Spec(MlaKernelSpec, MlaSm90Splits):
         return ((16, 64),) if self.is_sparse else ((16, 256), (32, 128))
 
     @property
+    def min_small_blocks(self) -> int:
+        """KV blocks of a sequence from which sm80 may be faster in several tiles.
+
+        Of a window alone, both kernels are short, and this one has no splits to combine.
+        """
+        return 3 if self.has_two_pools else 0
+
+    @property
     def swap_ab(self) -> bool:
         """Whether the MMAs swap A and B: KV tokens are the M dimension."""
         return self.block_m <= _MAX_SWAP_AB_ROWS
