@@ -1,11 +1,11 @@
-// What a CTA of a one-dimensional grid takes of each dimension of the work.
+// Coordinates of a CTA in a linearized grid.
 
 #pragma once
 
 #include "common/types.cuh"
 
-// The index of a CTA, of which `next` takes the fastest dimension first. Unsigned, because a signed
-// division takes more instructions; most dimensions are 1.
+// Decomposes `blockIdx.x`, the fastest dimension first. An unsigned division takes fewer
+// instructions than a signed one, and most dimensions are 1.
 struct CtaIndex {
   u32 rest = blockIdx.x;
 
@@ -16,4 +16,7 @@ struct CtaIndex {
     rest = quotient;
     return static_cast<int>(index);
   }
+
+  // The slowest dimension.
+  __device__ int last() const { return static_cast<int>(rest); }
 };

@@ -89,7 +89,7 @@ struct TokenIdsOf<KernelParams, true> {
         num_indices(split.num_indices),
         end(end_of_tokens(coord)) {}
 
-  // Needs no length: the first load of a work item waits for this one.
+  // Needs the length of the first list alone: the first KV load of a work item waits for this one.
   __device__ int read(int kv_block) const {
     const int token = token_of(kv_block);
     const bool is_extra = token >= num_indices;

@@ -27,6 +27,7 @@ from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
 from tests.families.shapes import mla_shape
 from tests.fixture_types import Patch
+from tests.kernels import mla_sm90_two_pools
 
 CPUS, GIB, GROUP = 8, 1 << 30, "sys/fs/cgroup"
 OLD_QUOTA = (f"{GROUP}/cpu/cpu.cfs_quota_us", f"{GROUP}/cpu/cpu.cfs_period_us")
@@ -168,6 +169,21 @@ def test_every_call_finds_its_kernel(name: str, arch: Arch) -> None:
     use = ServingOptions(tp=tps(model), q_lens=Q_LENS, kv_dtypes=KV_DTYPES)
     taken = _mla_calls(model) if isinstance(model, MlaModel) else _gqa_calls(model)
     assert {*taken} - {*model_specs(arch, model, use)} == set()
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4-flash", "deepseek-v4-pro"])
+def test_every_call_over_two_pools_finds_its_kernel(name: str, arch: Arch) -> None:
+    """Also a small one, whose tile does not follow from its heads."""
+    model = find_model(name)
+    variant = mla_sm90_two_pools().variant
+    taken: set[object] = set()
+    for tp, batch, tokens in product(tps(model), (1, 4, 128), (128, 640, 100_000)):
+        shape = mla_shape(batch, model.heads // tp, tokens)
+        taken.add(plan_sm80.plan_sm80_call(0, variant, shape)[0])
+        sm90 = mla_plan.plan_mla_sm90_call(0, variant, shape, p_dtype_choice="auto")
+        taken |= set() if sm90 is None else {sm90[0]}
+
+    assert taken - {*model_specs(arch, model, ServingOptions(tp=tps(model)))} == set()
 
 
 def _mla_calls(model: MlaModel) -> Iterator[object]:

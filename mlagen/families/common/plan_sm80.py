@@ -12,7 +12,7 @@ from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.spec.gqa.sm80 import GqaSm80Spec, GqaTile, gqa_sm80_spec
 from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.mla.sm80 import (
-    SMALL_LISTS,
+    MAX_SMALL_KV_BLOCKS,
     SMALL_TILE_ROWS,
     MlaSm80Spec,
     MlaTile,
@@ -33,11 +33,27 @@ _SPLITS_PER_PASS = 32  # kSplitsPerStep of each of 4 warps in kernels/combine/co
 _MAX_SPLIT_WAVES = 4
 
 
+# Small MLA calls: tokens of a KV block, and the SMs that a limit is for.
+_SMALL_KV_BLOCK = 64
+_SMALL_CALL_SMS = 132
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sm80Plan(LaunchPlan):
     """Grid and workspace of one call of an sm80 kernel."""
 
     m_tiles: int  # per sequence (and KV head); of all sequences if ragged
+
+
+def is_small(shape: ProblemShape, max_kv_blocks: int, sm_count: int) -> bool:
+    """Whether an MLA call has so many KV blocks or fewer, over all tiles of 16 query rows.
+
+    The limit is for 132 SMs and grows with them: what a small call saves is a fixed latency, and
+    each KV block of an SM costs some of it.
+    """
+    tiles = shape.batch * -(-shape.rows // SMALL_TILE_ROWS)
+    kv_blocks = tiles * -(-shape.max_kv_len // _SMALL_KV_BLOCK)
+    return kv_blocks * _SMALL_CALL_SMS <= max_kv_blocks * sm_count
 
 
 @lru_cache(maxsize=4096)
@@ -49,7 +65,7 @@ def plan_sm80_call(
     sm_count = sms or device_facts(device).sm_count
     spec: MlaSm80Spec | GqaSm80Spec
     if isinstance(variant, MlaVariant):
-        if variant.has_small_tiles and shape.is_small(SMALL_LISTS, sm_count):
+        if variant.has_small_tiles and is_small(shape, MAX_SMALL_KV_BLOCKS, sm_count):
             rows = min(rows, SMALL_TILE_ROWS)
         spec = mla_sm80_spec(arch, variant, rows)
     else:

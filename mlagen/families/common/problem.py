@@ -18,10 +18,6 @@ from mlagen.families.common.arguments import (
     require_tensor,
     require_workspace,
 )
-from mlagen.spec.mla.sm80 import SMALL_TILE_ROWS
-
-_KV_BLOCK = 64  # tokens
-_SMALL_CALL_SMS = 132  # that the limits of small calls are for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +59,6 @@ class ProblemShape:
     def rows(self) -> int:
         """Query rows per sequence and KV head that the tile is chosen for."""
         return self.tile_q_len * self.group_size
-
-    def is_small(self, limit: int, sm_count: int) -> bool:
-        """Whether the call has ``limit`` KV blocks or fewer, over all tiles of 16 query rows.
-
-        The limit is of 132 SMs and grows with them: what a small call saves is a fixed latency, and
-        each KV block of an SM costs some of it.
-        """
-        tiles = self.batch * -(-self.rows // SMALL_TILE_ROWS)
-        return tiles * -(-self.max_kv_len // _KV_BLOCK) * _SMALL_CALL_SMS <= limit * sm_count
 
     def per_token(self) -> ProblemShape:
         """Return the shape of a sparse call, in which every query token is a sequence."""

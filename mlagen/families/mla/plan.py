@@ -7,6 +7,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from mlagen.families.common.launchers import rounded_up
+from mlagen.families.common.plan_sm80 import is_small
 from mlagen.families.common.problem import LaunchPlan, ProblemShape, tile_q_len_of
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.problem import MlaProblem
@@ -131,10 +132,10 @@ def is_small_call(spec: MlaSm90Spec, shape: ProblemShape, sm_count: int) -> bool
     if spec.variant.batch_invariant:
         return False
     limit = next((blocks for max_rows, blocks in spec.small_calls if shape.rows <= max_rows), -1)
-    has_tiles = shape.rows > SMALL_TILE_ROWS
-    if has_tiles and _kv_blocks_of(spec, shape.max_kv_len) < spec.min_small_blocks:
+    has_several_tiles = shape.rows > SMALL_TILE_ROWS
+    if has_several_tiles and _kv_blocks_of(spec, shape.max_kv_len) < spec.min_small_blocks:
         return False
-    return shape.is_small(limit, sm_count)
+    return is_small(shape, limit, sm_count)
 
 
 def mla_sm90_bytes_per_cta(spec: MlaSm90Spec) -> int:

@@ -26,7 +26,7 @@ class MlaTile(NamedTuple):
 
 
 # Largest BLOCK_M first. A call uses the smallest tile that holds the rows of a sequence, or else
-# the largest that fits the architecture's shared memory.
+# the largest that fits the architecture's shared memory; a small one over two pools the smallest.
 TILES = (
     #    rows tokens stages row_warps token_warps dim_warps ctas_per_sm
     MlaTile(64, 64, 2, 2, 4, 2, 1),
@@ -39,10 +39,11 @@ TILES = (
 )
 
 
-# Small calls over two pools, in KV blocks of 64 tokens over all tiles of 16 query rows, on 132 SMs:
-# more CTAs of such a tile are faster than fewer of a larger one, and than the sm90 kernel.
-SMALL_TILE_ROWS = 16
-SMALL_LISTS = 60
+SMALL_TILE_ROWS = 16  # of the smallest tile
+
+# KV blocks of 64 tokens of a small call over two pools, over all of its smallest tiles, on 132 SMs.
+# Up to so many, they are faster than fewer CTAs of a larger tile, and than the sm90 kernel.
+MAX_SMALL_KV_BLOCKS = 60
 
 _WORK_BYTES = 64  # of the struct in kernels/mla_sm80/work_item.cuh
 
@@ -128,7 +129,7 @@ class MlaSm80Spec(MlaKernelSpec, Sm80Splits):
         return self.tile.row_warps * self.tile.token_warps * 32
 
     def serves_rows(self, rows: int) -> bool:
-        """Whether calls with so many query rows per sequence use this tile of the variant."""
+        """Whether calls with so many query rows per sequence may use this tile of the variant."""
         return self in mla_sm80_specs(self.arch, self.variant, rows)
 
     @property

@@ -10,7 +10,7 @@ from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.fixed_splits import MLA_SM90_PARAMETERS, MlaSm90Splits
 from mlagen.spec.kernel import Parameter, parameters
-from mlagen.spec.mla.sm80 import SMALL_LISTS
+from mlagen.spec.mla.sm80 import MAX_SMALL_KV_BLOCKS
 from mlagen.spec.mla.variant import (
     DCP,
     GATHER_PARAMETERS,
@@ -134,7 +134,7 @@ class MlaSm90Spec(MlaKernelSpec, MlaSm90Splits):
     def min_small_blocks(self) -> int:
         """KV blocks of a sequence from which sm80 may be faster in several tiles.
 
-        Of a window alone, both kernels are short, and this one has no splits to combine.
+        Of a window alone this kernel is as short, and has no splits to combine.
         """
         return 3 if self.has_two_pools else 0
 
@@ -353,7 +353,7 @@ class MlaSm90Fp8KvSpec(_Fp8Spec):
     def small_calls(self) -> tuple[tuple[int, int], ...]:
         """(max rows per sequence, max KV blocks) of calls that sm80 runs faster on 132 SMs."""
         if self.has_two_pools:
-            return ((128, SMALL_LISTS),)
+            return ((128, MAX_SMALL_KV_BLOCKS),)
         return ((128, 128),) if self.variant.query_dtype.is_16bit else ((16, 64),)
 
     @property

@@ -141,7 +141,7 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   work.slice = cta.next(kSlices);
   work.kv_head = cta.next(params.kv_heads);
   work.split_idx = cta.next(params.num_splits);
-  const int seq_idx = static_cast<int>(cta.rest);
+  const int seq_idx = cta.last();
   pdl_wait();
   if constexpr (kIsSparse) {
     set_sparse_work(params, seq_idx, m_tile, work);

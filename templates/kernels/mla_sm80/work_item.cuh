@@ -76,7 +76,7 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   const int* cu_seqlens_q = kIsSparse ? nullptr : params.cu_seqlens_q;
   const TileRows found =
       rows_of_tile(cu_seqlens_q, params.num_seqs, kIsSparse ? 1 : params.q_len, params.heads,
-                   params.heads, params.total_rows, static_cast<int>(cta.rest), m_tile);
+                   params.heads, params.total_rows, cta.last(), m_tile);
   work.seq_idx = found.seq_idx;
   work.heads = params.heads;
   work.q_len = found.q_len;

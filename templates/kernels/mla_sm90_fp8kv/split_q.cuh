@@ -145,9 +145,9 @@ __device__ inline void load_q(const Params& params, const WorkCoord& coord, Shar
   }
 }
 
-// Splits Q in place, kTilesPerStep tiles at a time. Two groups of PV warps share the rows, the
-// second of which has the last tiles: they meet before they read tiles that the other group has
-// copied, and before they overwrite tiles that it reads.
+// Splits Q in place, kTilesPerStep tiles at a time. Of two groups of PV warps each splits half of
+// the tiles of all rows, the second group the last ones: they synchronize before they read tiles
+// that the other group has copied, and before they overwrite tiles that it reads.
 template <int kTilesPerStep, int kGroups>
 __device__ inline void split_q(SharedMemoryPlan& smem, int thread, int num_threads) {
   num_threads /= kGroups;

@@ -678,10 +678,10 @@ __device__ inline void store_x4(Target target, unsigned char* out, i64 index, fl
   *reinterpret_cast<uint2*>(out + index * 2) = packed;
 }
 
-// What a CTA of a one-dimensional grid takes of each dimension of the work.
+// Coordinates of a CTA in a linearized grid.
 
-// The index of a CTA, of which `next` takes the fastest dimension first. Unsigned, because a signed
-// division takes more instructions; most dimensions are 1.
+// Decomposes `blockIdx.x`, the fastest dimension first. An unsigned division takes fewer
+// instructions than a signed one, and most dimensions are 1.
 struct CtaIndex {
   u32 rest = blockIdx.x;
 
@@ -692,6 +692,9 @@ struct CtaIndex {
     rest = quotient;
     return static_cast<int>(index);
   }
+
+  // The slowest dimension.
+  __device__ int last() const { return static_cast<int>(rest); }
 };
 
 // Decode context parallel (DCP): token k of a rank is token cp_world * k + cp_rank of the sequence,
@@ -1060,7 +1063,7 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   work.slice = cta.next(kSlices);
   work.kv_head = cta.next(params.kv_heads);
   work.split_idx = cta.next(params.num_splits);
-  const int seq_idx = static_cast<int>(cta.rest);
+  const int seq_idx = cta.last();
   pdl_wait();
   if constexpr (kIsSparse) {
     set_sparse_work(params, seq_idx, m_tile, work);
@@ -2297,7 +2300,7 @@ __device__ inline unsigned char* next_kv(const Params& params, const WorkItem& w
 extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     gqa_sm80(const __grid_constant__ Params params) {
   SharedMemoryPlan& smem = shared_memory<SharedMemoryPlan>();
-  const WorkItem cta_work = find_work_item(params);
+  const WorkItem cta_work = find_work_item(params);  // includes pdl_wait
   if (cta_work.rows <= 0) return;
   if (threadIdx.x == 0) smem.work = cta_work;
   __syncthreads();
