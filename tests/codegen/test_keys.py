@@ -180,7 +180,7 @@ CHANGES: dict[str, tuple[Callable[[Path, Patch], object], str, list[str]]] = {
         "fact.declarations",
         ["combine"],
     ),
-    "what only a launch reads": (_attribute(MlaSm90Spec, "small_calls", ()), "", []),
+    "what only a launch reads": (_attribute(MlaSm90Spec, "max_small_blocks", None), "", []),
     "whether a parameter is constant": (
         _attribute(
             CombineSpec,

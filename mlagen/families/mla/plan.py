@@ -14,7 +14,6 @@ from mlagen.families.mla.problem import MlaProblem
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.runtime.semaphores import new_schedule_id
-from mlagen.spec.mla.sm80 import SMALL_TILE_ROWS
 from mlagen.spec.mla.sm90 import MlaSm90Spec, mla_sm90_kernel
 from mlagen.spec.mla.variant import MlaVariant
 from mlagen.values import INT32_MAX
@@ -131,10 +130,7 @@ def is_small_call(spec: MlaSm90Spec, shape: ProblemShape, sm_count: int) -> bool
     """
     if spec.variant.batch_invariant:
         return False
-    limit = next((blocks for max_rows, blocks in spec.small_calls if shape.rows <= max_rows), -1)
-    has_several_tiles = shape.rows > SMALL_TILE_ROWS
-    if has_several_tiles and _kv_blocks_of(spec, shape.max_kv_len) < spec.min_small_blocks:
-        return False
+    limit = spec.max_small_blocks(shape.rows, _kv_blocks_of(spec, shape.max_kv_len))
     return is_small(shape, limit, sm_count)
 
 

@@ -122,21 +122,15 @@ class MlaSm90Spec(MlaKernelSpec, MlaSm90Splits):
         is_covered = cls.covers(arch, variant)
         return cls(arch=arch, variant=variant, block_m=block_m_for(rows)) if is_covered else None
 
-    @property
-    def small_calls(self) -> tuple[tuple[int, int], ...]:
-        """(max rows per sequence, max KV blocks) of calls that sm80 runs faster on 132 SMs.
+    def max_small_blocks(self, rows: int, kv_blocks: int) -> int:  # noqa: ARG002 - of a subclass
+        """Return up to how many KV blocks sm80 runs calls faster on 132 SMs, or -1.
 
-        KV blocks of all sequences count once per tile of 16 rows.
+        KV blocks of all sequences count once per tile of 16 rows. A sequence has ``rows`` query
+        rows and ``kv_blocks`` KV blocks.
         """
-        return ((16, 64),) if self.is_sparse else ((16, 256), (32, 128))
-
-    @property
-    def min_small_blocks(self) -> int:
-        """KV blocks of a sequence from which sm80 may be faster in several tiles.
-
-        Of a window alone this kernel is as short, and has no splits to combine.
-        """
-        return 3 if self.has_two_pools else 0
+        if rows <= 16:
+            return 64 if self.is_sparse else 256
+        return 128 if rows <= 32 and not self.is_sparse else -1
 
     @property
     def swap_ab(self) -> bool:
@@ -292,10 +286,9 @@ class MlaSm90Fp8Spec(_Fp8Spec):
         is_e4m3 = (variant.query_dtype, variant.kv_dtype) == (DType.E4M3, DType.E4M3)
         return is_e4m3 and _supports_tma(arch, variant)
 
-    @property
-    def small_calls(self) -> tuple[tuple[int, int], ...]:
-        """(max rows per sequence, max KV blocks) of calls that sm80 runs faster on 132 SMs."""
-        return ((16, 64),)
+    def max_small_blocks(self, rows: int, kv_blocks: int) -> int:  # noqa: ARG002
+        """Return up to how many KV blocks sm80 runs calls faster on 132 SMs, or -1."""
+        return 64 if rows <= 16 else -1
 
     @property
     def copies_tile_groups(self) -> bool:
@@ -349,12 +342,18 @@ class MlaSm90Fp8KvSpec(_Fp8Spec):
         """Element type of P and of the converted V in the PV GEMM."""
         return DType.FP16
 
-    @property
-    def small_calls(self) -> tuple[tuple[int, int], ...]:
-        """(max rows per sequence, max KV blocks) of calls that sm80 runs faster on 132 SMs."""
+    def max_small_blocks(self, rows: int, kv_blocks: int) -> int:
+        """Return up to how many KV blocks sm80 runs calls faster on 132 SMs, or -1."""
+        if rows > 128:
+            return -1
         if self.has_two_pools:
-            return ((128, MAX_SMALL_KV_BLOCKS),)
-        return ((128, 128),) if self.variant.query_dtype.is_16bit else ((16, 64),)
+            if kv_blocks > 2:
+                return MAX_SMALL_KV_BLOCKS
+            # Of a window alone this kernel is as short, and has no splits to combine.
+            return 32 if rows <= 16 else -1
+        if self.variant.query_dtype.is_16bit:
+            return 128
+        return 64 if rows <= 16 else -1
 
     @property
     def calls_combine(self) -> bool:

@@ -125,15 +125,19 @@ def test_few_rows_and_tokens_are_small(
         assert planned.is_small is (0 < tokens <= 64 * kv_blocks)
 
 
-def test_a_window_alone_is_small_in_one_tile() -> None:
-    """In several tiles a list over two pools needs three KV blocks."""
-    tokens = (128, 129)
-
-    def small(heads: int) -> list[bool]:
-        spec = mla_sm90_two_pools(rows=heads)
-        return [plan_mla_sm90(spec, mla_shape(1, heads, each), SMS).is_small for each in tokens]
-
-    assert (small(16), small(64)) == ([True, True], [False, True])
+@pytest.mark.parametrize(
+    ("batch", "heads", "tokens", "small"),
+    [
+        *((16, 16, 128, True), (17, 16, 128, False), (17, 16, 129, True)),
+        *((1, 64, 128, False), (1, 64, 129, True)),
+    ],
+)
+def test_a_window_alone_is_small_in_few_tiles(
+    batch: int, heads: int, tokens: int, small: bool
+) -> None:
+    """A list of one or two KV blocks over two pools."""
+    spec = mla_sm90_two_pools(rows=heads)
+    assert plan_mla_sm90(spec, mla_shape(batch, heads, tokens), SMS).is_small is small
 
 
 @pytest.mark.parametrize(
