@@ -13,6 +13,7 @@ import pytest
 
 import mlagen
 from mlagen.families.common import plan_sm80
+from mlagen.families.common.problem import ProblemShape
 from mlagen.families.mla import plan as mla_plan
 from mlagen.models.config import GqaModel, MlaModel, find_model
 from mlagen.models.kernels import ServingOptions, model_specs
@@ -178,10 +179,7 @@ def test_every_call_over_two_pools_finds_its_kernel(name: str, arch: Arch) -> No
     variant = mla_sm90_two_pools().variant
     taken: set[object] = set()
     for tp, batch, tokens in product(tps(model), (1, 4, 128), (128, 640, 100_000)):
-        shape = mla_shape(batch, model.heads // tp, tokens)
-        taken.add(plan_sm80.plan_sm80_call(0, variant, shape)[0])
-        sm90 = mla_plan.plan_mla_sm90_call(0, variant, shape, p_dtype_choice="auto")
-        taken |= set() if sm90 is None else {sm90[0]}
+        taken.update(_mla_kernels(variant, mla_shape(batch, model.heads // tp, tokens)))
 
     assert taken - {*model_specs(arch, model, ServingOptions(tp=tps(model)))} == set()
 
@@ -202,11 +200,15 @@ def _mla_calls(model: MlaModel) -> Iterator[object]:
             continue
         paged = mla_shape(4, model.heads // tp, 100_000, q_len)
         shape = paged.per_token() if lookup == "sparse" else paged
-        yield plan_sm80.plan_sm80_call(0, variant, shape)[0]
-        for p_dtype_choice in P_DTYPES:
-            sm90 = mla_plan.plan_mla_sm90_call(0, variant, shape, p_dtype_choice=p_dtype_choice)
-            if sm90 is not None:
-                yield sm90[0]
+        yield from _mla_kernels(variant, shape)
+
+
+def _mla_kernels(variant: MlaVariant, shape: ProblemShape) -> Iterator[object]:
+    yield plan_sm80.plan_sm80_call(0, variant, shape)[0]
+    for p_dtype_choice in P_DTYPES:
+        sm90 = mla_plan.plan_mla_sm90_call(0, variant, shape, p_dtype_choice=p_dtype_choice)
+        if sm90 is not None:
+            yield sm90[0]
 
 
 def _gqa_calls(model: GqaModel) -> Iterator[object]:

@@ -32,7 +32,6 @@ _SPLITS_PER_PASS = 32  # kSplitsPerStep of each of 4 warps in kernels/combine/co
 # Max waves of CTAs when KV is split.
 _MAX_SPLIT_WAVES = 4
 
-
 # Small MLA calls: tokens of a KV block, and the SMs that a limit is for.
 _SMALL_KV_BLOCK = 64
 _SMALL_CALL_SMS = 132

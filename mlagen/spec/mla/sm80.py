@@ -38,7 +38,6 @@ TILES = (
     MlaTile(16, 32, 2, 1, 4, 1, 1),
 )
 
-
 SMALL_TILE_ROWS = 16  # of the smallest tile
 
 # KV blocks of 64 tokens of a small call over two pools, over all of its smallest tiles, on 132 SMs.

@@ -10,7 +10,7 @@ from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.fixed_splits import MLA_SM90_PARAMETERS, MlaSm90Splits
 from mlagen.spec.kernel import Parameter, parameters
-from mlagen.spec.mla.sm80 import MAX_SMALL_KV_BLOCKS
+from mlagen.spec.mla.sm80 import MAX_SMALL_KV_BLOCKS, SMALL_TILE_ROWS
 from mlagen.spec.mla.variant import (
     DCP,
     GATHER_PARAMETERS,
@@ -128,7 +128,7 @@ class MlaSm90Spec(MlaKernelSpec, MlaSm90Splits):
         KV blocks of all sequences count once per tile of 16 rows. A sequence has ``rows`` query
         rows and ``kv_blocks`` KV blocks.
         """
-        if rows <= 16:
+        if rows <= SMALL_TILE_ROWS:
             return 64 if self.is_sparse else 256
         return 128 if rows <= 32 and not self.is_sparse else -1
 
@@ -288,7 +288,7 @@ class MlaSm90Fp8Spec(_Fp8Spec):
 
     def max_small_blocks(self, rows: int, kv_blocks: int) -> int:  # noqa: ARG002
         """Return up to how many KV blocks sm80 runs calls faster on 132 SMs, or -1."""
-        return 64 if rows <= 16 else -1
+        return 64 if rows <= SMALL_TILE_ROWS else -1
 
     @property
     def copies_tile_groups(self) -> bool:
@@ -350,10 +350,10 @@ class MlaSm90Fp8KvSpec(_Fp8Spec):
             if kv_blocks > 2:
                 return MAX_SMALL_KV_BLOCKS
             # Of a window alone this kernel is as short, and has no splits to combine.
-            return 32 if rows <= 16 else -1
+            return 32 if rows <= SMALL_TILE_ROWS else -1
         if self.variant.query_dtype.is_16bit:
             return 128
-        return 64 if rows <= 16 else -1
+        return 64 if rows <= SMALL_TILE_ROWS else -1
 
     @property
     def calls_combine(self) -> bool:
