@@ -98,6 +98,15 @@ def moves_between_mmas(cubin: bytes) -> int:
     )
 
 
+def stores_before_semaphores(cubin: bytes) -> int:
+    """Return the number of global stores between the last MMA and the first semaphore."""
+    texts = [instruction.text for instruction in _instructions(cubin)]
+    last_mma = max(index for index, text in enumerate(texts) if _MMA.match(text))
+    behind = texts[last_mma:]
+    first = next(index for index, text in enumerate(behind) if "REDG" in text)
+    return sum("STG.E" in text for text in behind[:first])
+
+
 def _descriptor_registers(mma: str) -> set[int]:
     """Return the numbers of the uniform registers that an MMA reads descriptors from."""
     return {int(first) + i for first in _DESCRIPTOR.findall(mma) for i in range(4)}

@@ -1,11 +1,12 @@
 """Device semaphores for cross-CTA reductions, and the cached scheduler metadata behind them.
 
 Semaphores are zero before and after each launch. The sm90 MLA kernels reuse the scheduler metadata
-of the previous launch if the schedule id and the lengths are the same.
+of the previous launch with the same ones if the schedule id and the lengths are the same.
 
 A workspace needs no initialization, so the semaphores are separate memory. Each workspace has its
-own, since calls with different workspaces may run concurrently. They live as long as the process,
-because CUDA graphs hold their addresses.
+own, since calls with different workspaces may run concurrently, and for the schedules of some kinds
+of calls each: the layers of a model that take turns find their metadata. They live as long as the
+process, because CUDA graphs hold their addresses.
 """
 
 from __future__ import annotations
@@ -21,20 +22,24 @@ from mlagen.runtime.capture import is_capturing
 from mlagen.runtime.device import device_facts
 from mlagen.spec.mla.sm90 import semaphore_region_bytes
 
-# Workspaces per slab of semaphores; a slab is less than 3 MiB.
+# Regions of semaphores per slab; a slab is less than 5 MiB.
 _REGIONS = 128
+
+# Regions of a workspace, by schedule id. DeepSeek-V4 has layers of three kinds of lists.
+_SCHEDULES = 4
 _ALIGNMENT_BYTES = 128
 
-_regions: dict[tuple[int, int], int] = {}  # addresses by device and workspace
+_regions: dict[tuple[int, int, int], int] = {}  # addresses by device, workspace and schedule
 _free: dict[int, list[int]] = {}  # addresses by device
 _slabs: list[torch.Tensor] = []
 _schedule_ids = itertools.count(1)
 _lock = threading.Lock()
 
 
-def semaphores_of(device: int, workspace: int) -> int:
+def semaphores_of(device: int, workspace: int, schedule_id: int = 0) -> int:
     """Return the address of a workspace's semaphores, one per SM, and scheduler metadata."""
-    return _regions.get((device, workspace)) or _take_region(device, workspace)
+    key = device, workspace, schedule_id % _SCHEDULES
+    return _regions.get(key) or _take_region(key)
 
 
 def new_schedule_id() -> int:
@@ -43,29 +48,30 @@ def new_schedule_id() -> int:
 
 
 def reserve_semaphores(device: int, min_free: int = 1) -> None:
-    """Allocate semaphores for ``min_free`` workspaces, for use during CUDA graph capture."""
+    """Allocate ``min_free`` regions of semaphores, for use during CUDA graph capture."""
     with _lock:
         free = _free.get(device, [])
         if len(free) < min_free:
             _free[device] = [*_new_regions(device), *free]
 
 
-def _take_region(device: int, workspace: int) -> int:
+def _take_region(key: tuple[int, int, int]) -> int:
+    device = key[0]
     with _lock:
-        if (device, workspace) not in _regions:
+        if key not in _regions:
             if not _free.get(device):
                 _require_no_capture(device)
                 _free[device] = _new_regions(device)
-            _regions[device, workspace] = _free[device].pop()
-        return _regions[device, workspace]
+            _regions[key] = _free[device].pop()
+        return _regions[key]
 
 
 def _require_no_capture(device: int) -> None:
     if is_capturing(device):
         raise CaptureError(
-            f"workspace_buffer: expected at most {_REGIONS} workspaces with semaphores, got one "
-            f"more while a CUDA graph is captured; make a call with this workspace once before "
-            f"the capture"
+            "workspace_buffer: expected one with semaphores for this call, got one without while "
+            "a CUDA graph is captured and none are left; make the call with this workspace once "
+            "before the capture"
         )
 
 

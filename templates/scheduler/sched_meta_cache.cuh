@@ -83,12 +83,16 @@ __device__ inline void store_cached_schedule(const Params& params, const SchedMe
 }
 
 constexpr int kIdsPerCacheLine = 128 / sizeof(int);
+constexpr int kSinksPerCacheLine = 128 / sizeof(float);
 constexpr int kTokensPerId = kIsSparse ? 1 : kPageSize;
 constexpr int kPrefetchLines = 4;  // the top-k indices of two KV blocks
 
-// The same for two pools, whose lists are short: up to 1024 indices of the first work item.
+// The same for two pools, whose lists are short: up to 1024 indices of the first work item; and the
+// sinks, which otherwise the epilogue waits for.
 template <typename PoolParams>
 __device__ inline void prefetch_pooled_indices(const PoolParams& params, const WorkCoord& coord) {
+  const int sink = lane_index() * kSinksPerCacheLine;
+  if (params.sinks != nullptr && sink < params.heads) prefetch_l2(params.sinks + sink);
   const PooledIndices indices = pooled_indices(params, coord.seq_idx);
   const int end = (coord.first_kv_block + coord.num_kv_blocks) * kBlockN;
   const int token = coord.first_kv_block * kBlockN + lane_index() * kIdsPerCacheLine;

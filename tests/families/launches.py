@@ -126,7 +126,9 @@ def record_launches(monkeypatch: Patch, *, arch: Arch = H200) -> Launches:
         monkeypatch.setattr(module, "arch_of_device", lambda _: arch)
     monkeypatch.setattr(calls, "kernel_for", loaded)
     monkeypatch.setattr(calls, "launch", record)
-    monkeypatch.setattr(calls, "semaphores_of", lambda _, workspace: workspace + SEMAPHORES)
+    monkeypatch.setattr(
+        calls, "semaphores_of", lambda _, workspace, schedule: workspace + SEMAPHORES * schedule
+    )
     monkeypatch.setattr(mla_plan, "new_schedule_id", lambda: SCHEDULE_ID)
     monkeypatch.setattr(mla_maps, "encode", map_of)
     monkeypatch.setattr(gqa_maps, "encode", map_of)
@@ -135,7 +137,8 @@ def record_launches(monkeypatch: Patch, *, arch: Arch = H200) -> Launches:
     return recorded
 
 
-# The simulated address of semaphores, relative to the workspace, and the simulated schedule id.
+# The simulated address of semaphores, relative to the workspace and times the schedule id; and the
+# simulated schedule id.
 SEMAPHORES = 1 << 40
 SCHEDULE_ID = 5
 

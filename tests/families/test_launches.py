@@ -17,7 +17,7 @@ from mlagen.families.gqa.sparse import MAX_TOKENS
 from mlagen.families.mla import tensor_maps as mla_maps
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.settings import current_settings
-from tests.families.launches import SCHEDULE_ID, Case, Launches, args_of, launched
+from tests.families.launches import SCHEDULE_ID, SEMAPHORES, Case, Launches, args_of, launched
 from tests.fixture_types import Patch
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase
@@ -94,10 +94,16 @@ def test_a_window_that_hides_no_token_is_the_maximum(
 def test_schedules_are_cached_for_at_most_one_request_per_thread(
     requests: int, schedule_id: int, launches: Launches
 ) -> None:
-    """A batch above the number of threads has schedule id 0, without cached metadata."""
+    """A batch above the number of threads has schedule id 0, without cached metadata.
+
+    The semaphores, beside which the metadata lies, are those of the schedule.
+    """
     args = args_of(MlaCase(seq_lens=(3,) * requests))
 
-    assert launched(args, launches, "sm90").launches[0].values["schedule_id"] == schedule_id
+    values = launched(args, launches, "sm90").launches[0].values
+    assert values["schedule_id"] == schedule_id
+    workspace = args.workspace_buffer.data_ptr()
+    assert values["semaphores"] == workspace + SEMAPHORES * schedule_id
 
 
 @pytest.mark.parametrize("kernel", ["sm80", "sm90"])

@@ -106,23 +106,43 @@ def test_all_kernels_share_a_workspace(workspace: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_cached_metadata_is_used(case: MlaCase, workspace: torch.Tensor) -> None:
-    """With the cached work invalidated, the next launch writes nothing."""
-    problem = replace(case, seq_lens=(900, 70, 1)).build("cuda")
-    out = torch.empty_like(decode(problem))
-    arguments = problem.arguments(workspace_buffer=workspace, out=out)
-    decode_again = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
-    decode_again(**arguments)
-    region = semaphores._regions[0, workspace.data_ptr()]
-    (slab,) = (slab for slab in semaphores._slabs if 0 <= region - slab.data_ptr() < slab.numel())
-    region_bytes = slab[region - slab.data_ptr() :][: slab.numel() // semaphores._REGIONS]
-    blocks = (len(region_bytes) - SCHED_META_OFFSET) // SCHED_META_BYTES
-    metadata = region_bytes[SCHED_META_OFFSET:][: blocks * SCHED_META_BYTES].view(torch.int32)
-    metadata.view(blocks, -1)[:, SEQ_WORD] = -1
-    out.fill_(7.0)
+    """With the cached work invalidated, two kinds of calls that take turns write nothing."""
+    problems = [
+        replace(case, seq_lens=lengths).build("cuda") for lengths in ((900, 70, 1), (70, 900))
+    ]
+    outs = [torch.empty_like(decode(problem)) for problem in problems]
 
-    decode_again(**arguments)
+    def decode_all() -> None:
+        for problem, out in zip(problems, outs, strict=True):
+            arguments = problem.arguments(workspace_buffer=workspace, out=out)
+            mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments)
 
-    assert torch.equal(out, torch.full_like(out, 7.0))
-    problem.seq_lens[1] -= 1  # invalidates the cache
-    decode_again(**arguments)
-    assert not (out == 7.0).all(dim=-1).any()
+    decode_all()
+    invalidate_metadata(workspace)
+    for out in outs:
+        out.fill_(7.0)
+
+    decode_all()
+
+    for out in outs:
+        assert torch.equal(out, torch.full_like(out, 7.0))
+    for problem in problems:
+        problem.seq_lens[1] -= 1  # invalidates the cache
+    decode_all()
+    for out in outs:
+        assert not (out == 7.0).all(dim=-1).any()
+
+
+def invalidate_metadata(workspace: torch.Tensor) -> None:
+    """Replace the first work items of all cached schedules of a workspace by none."""
+    size = semaphores._slabs[0].numel() // semaphores._REGIONS
+    for (_, address, _), region in semaphores._regions.items():
+        if address != workspace.data_ptr():
+            continue
+        (slab,) = (
+            slab for slab in semaphores._slabs if 0 <= region - slab.data_ptr() < slab.numel()
+        )
+        region_bytes = slab[region - slab.data_ptr() :][:size]
+        blocks = (size - SCHED_META_OFFSET) // SCHED_META_BYTES
+        metadata = region_bytes[SCHED_META_OFFSET:][: blocks * SCHED_META_BYTES].view(torch.int32)
+        metadata.view(blocks, -1)[:, SEQ_WORD] = -1

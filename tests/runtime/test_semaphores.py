@@ -51,6 +51,15 @@ def test_a_workspace_keeps_its_semaphores() -> None:
     assert semaphores_of(0, WORKSPACE) == first
 
 
+@pytest.mark.usefixtures("slabs")
+def test_schedules_that_take_turns_have_separate_metadata() -> None:
+    """A workspace has semaphores for four schedules in a row, and no more."""
+    found = [semaphores_of(0, WORKSPACE, schedule_id) for schedule_id in range(7, 15)]
+    assert len(set(found)) == 4
+    assert found[4:] == found[:4]
+    assert semaphores_of(0, WORKSPACE) == semaphores_of(0, WORKSPACE, 8)
+
+
 @pytest.mark.parametrize(("device", "sm_count"), [(0, 132), (1, 78)])
 @pytest.mark.usefixtures("slabs")
 def test_workspaces_share_no_semaphore(device: int, sm_count: int) -> None:
@@ -111,8 +120,9 @@ def test_running_out_in_a_capture_is_rejected(slabs: list[int], monkeypatch: Pat
         semaphores_of(0, WORKSPACE - 1)
 
     assert str(caught.value) == (
-        "workspace_buffer: expected at most 128 workspaces with semaphores, got one more while a "
-        "CUDA graph is captured; make a call with this workspace once before the capture"
+        "workspace_buffer: expected one with semaphores for this call, got one without while a "
+        "CUDA graph is captured and none are left; make the call with this workspace once before "
+        "the capture"
     )
     assert slabs == [0]
     assert semaphores_of(0, WORKSPACE) == semaphores._slabs[0].data_ptr()

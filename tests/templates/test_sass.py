@@ -20,7 +20,12 @@ from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
 from tests.built_once import cubin_of
 from tests.kernels import gqa_sm90, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv, mla_sm90_two_pools
-from tests.sass import moves_between_mmas, nvdisasm_is_missing, overtaken
+from tests.sass import (
+    moves_between_mmas,
+    nvdisasm_is_missing,
+    overtaken,
+    stores_before_semaphores,
+)
 
 pytestmark = pytest.mark.skipif(
     nvdisasm_is_missing(), reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"
@@ -99,3 +104,14 @@ def test_descriptors_that_compilers_do_not_know_of_are_moved() -> None:
     code = code_of_changed(mla_sm90_fp8kv(rows=16), uniform, "return value;")
 
     assert moves_between_mmas(code) > 0
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_unsplit_rows_of_short_lists_are_stored_before_the_code_of_splits(rows: int) -> None:
+    """A CTA may have one work item: only the first 64 KiB of its code are prefetched."""
+    stores_of_a_thread = rows  # of two elements: a quarter of the rows, in four tiles of dims
+
+    found = stores_before_semaphores(cubin_of(mla_sm90_two_pools(rows=rows)).code)
+
+    assert found >= stores_of_a_thread
+    assert stores_before_semaphores(cubin_of(mla_sm90_fp8kv(rows=rows)).code) < stores_of_a_thread

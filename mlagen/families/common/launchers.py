@@ -166,7 +166,10 @@ class Launcher:
             values["lse"] = lse.data_ptr()
         self.complete(args, values)
         if "semaphores" in values:
-            values["semaphores"] = semaphores_of(self.decode.device, values["workspace"])
+            schedule_id = self.constants.get("schedule_id", 0)
+            values["semaphores"] = semaphores_of(
+                self.decode.device, values["workspace"], schedule_id
+            )
         return [
             launch(kernel, num_ctas, args.enable_pdl, kernel.packing.values_of(values))
             for kernel, num_ctas in self.kernels

@@ -99,39 +99,6 @@ __device__ inline void store_q_part(SharedMemoryPlan& smem, const QPart& part,
   }
 }
 
-// Loads and converts the first Q, by `threads` threads of which this is number `thread`, and
-// arrives at `full`.
-__device__ inline void load_first_q(const Params& params, const WorkCoord& coord,
-                                    SharedMemoryPlan& smem, const Barrier& full, int thread,
-                                    int threads) {
-  QPart part(thread);
-#pragma unroll 1
-  for (; part.row < kBlockM; part.row += threads / 8) {
-    const bool is_row = part.row < coord.rows;
-    const auto [query, head] = query_row(params, coord, part.row, is_row);
-    const unsigned char* source = params.query + query * params.query_stride +
-                                  head * params.query_head_stride + part.tile * kTileRowBytes +
-                                  part.chunk * kChunkBytes;
-    QChunks chunks;
-#pragma unroll
-    for (int i = 0; i < kQPartTiles * 2; ++i) {
-      const Chunk* loaded = reinterpret_cast<const Chunk*>(source + i / 2 * 2 * kTileRowBytes);
-      chunks[i / 2][i % 2] = is_row ? loaded[i % 2] : Chunk{};
-    }
-    store_q_part(smem, part, chunks, 0);
-  }
-  fence_proxy_async();
-  __syncwarp();
-  if (reload_lane() == 0) arrive(full);
-}
-
-// Loads Q of a later work item, by the producer threads, for the QK warpgroup to convert.
-__device__ inline void load_later_q(const Params& params, const WorkCoord& coord,
-                                    SharedMemoryPlan& smem, int thread) {
-  load_q_async(params, coord, smem, thread, kProducerThreads);
-  cp_async_mbarrier_arrive_noinc(shared_address(&smem.query_full));
-}
-
 // Converts Q in place, once its copies have arrived, with its scales in a slot of work items.
 __device__ inline void convert_q(SharedMemoryPlan& smem, int slot, int thread, int threads) {
   QPart part(thread);
@@ -148,4 +115,24 @@ __device__ inline void convert_q(SharedMemoryPlan& smem, int slot, int thread, i
   }
   fence_proxy_async();
 }
+
+// Loads and converts the first Q, by the PV threads, of which this is number `thread`, and arrives
+// at `full`. A row is converted by the warp that has copied it.
+__device__ inline void load_first_q(const Params& params, const WorkCoord& coord,
+                                    SharedMemoryPlan& smem, const Barrier& full, int thread) {
+  load_q_async(params, coord, smem, thread, kPvThreads);
+  cp_async_wait_group<0>();
+  __syncwarp();
+  convert_q(smem, 0, thread, kPvThreads);
+  __syncwarp();
+  if (reload_lane() == 0) arrive(full);
+}
+
+// Loads Q of a later work item, by the producer threads, for the QK warpgroup to convert.
+__device__ inline void load_later_q(const Params& params, const WorkCoord& coord,
+                                    SharedMemoryPlan& smem, int thread) {
+  load_q_async(params, coord, smem, thread, kProducerThreads);
+  cp_async_mbarrier_arrive_noinc(shared_address(&smem.query_full));
+}
+
 static_assert(kQkConvertsQ, "the QK warpgroup converts every later Q");

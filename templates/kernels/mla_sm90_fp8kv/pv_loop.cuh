@@ -237,8 +237,7 @@ struct PvWarpgroup {
 // PV warps load the first Q themselves: they have no other work before it arrives.
 __device__ inline void pv_loop(const Params& params, const WorkCoord& first_work,
                                SharedMemoryPlan& smem) {
-  load_first_q(params, first_work, smem, smem.first_query_full, static_cast<int>(threadIdx.x),
-               kPvThreads);
+  load_first_q(params, first_work, smem, smem.first_query_full, static_cast<int>(threadIdx.x));
   u32 blocks_done = 0;  // KV blocks, over all work items
   pv_work_loop<kStoredRopeDim == 0 || kPvHasSoftmax || kBatchInvariant>(
       params, smem, [&](const WorkItem& work, u32) {

@@ -57,12 +57,11 @@ __device__ inline void finish_q_load(SharedMemoryPlan& smem, const Barrier& full
   finish_q_load(full);
 }
 
-// Loads and completes the first Q, by `threads` threads of which this is number `thread`.
+// Loads and completes the first Q, by the PV threads, of which this is number `thread`.
 __device__ inline void load_first_q(const Params& params, const WorkCoord& coord,
-                                    SharedMemoryPlan& smem, const Barrier& full, int thread,
-                                    int threads) {
-  load_q(params, coord, smem, thread, threads);
-  finish_q_load<kLatentTiles / 2>(smem, full, reload_tid(), threads);
+                                    SharedMemoryPlan& smem, const Barrier& full, int thread) {
+  load_q(params, coord, smem, thread, kPvThreads);
+  finish_q_load<kLatentTiles / 2>(smem, full, reload_tid(), kPvThreads);
 }
 
 // Loads and completes Q of a later work item, by the producer threads.

@@ -151,10 +151,13 @@ __device__ inline void load_q(const Params& params, const WorkCoord& coord, Shar
 template <int kTilesPerStep, int kGroups>
 __device__ inline void split_q(SharedMemoryPlan& smem, int thread, int num_threads) {
   num_threads /= kGroups;
-  const int group = kGroups == 1 ? 0 : thread / num_threads;
-  if constexpr (kGroups > 1) thread %= num_threads;
+  int group = 0;
+  if constexpr (kGroups > 1) {
+    group = thread / num_threads;
+    thread %= num_threads;
+    named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
+  }
   const int lane = thread % 8;
-  if constexpr (kGroups > 1) named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
 #pragma unroll 1
   for (int row = thread / 8; row < kBlockM; row += num_threads / 8) {
     unsigned char* ptr = smem.query + swizzled_offset<128>(row, lane);
@@ -207,17 +210,16 @@ __device__ inline void finish_q_load(SharedMemoryPlan& smem, const Barrier& full
   if (reload_lane() == 0) arrive(full);
 }
 
-// Loads and completes the first Q, by `threads` threads of which this is number `thread`.
+// Loads and completes the first Q, by the PV threads, of which this is number `thread`.
 __device__ inline void load_first_q(const Params& params, const WorkCoord& coord,
-                                    SharedMemoryPlan& smem, const Barrier& full, int thread,
-                                    int threads) {
-  load_q(params, coord, smem, thread, threads);
+                                    SharedMemoryPlan& smem, const Barrier& full, int thread) {
+  load_q(params, coord, smem, thread, kPvThreads);
   if constexpr (kSplitsQAfterIds) {
     named_barrier_sync(NamedBarrier::FirstIdsRead, kPvThreads + kProducerThreads);
   }
   constexpr bool kInOneStep = kQkConvertsQ && kQSplitGroups == 1;
   finish_q_load<kInOneStep ? kCodeTiles : kLatentTiles / 2, kQSplitGroups>(smem, full, reload_tid(),
-                                                                           threads);
+                                                                           kPvThreads);
 }
 
 // Loads Q of a later work item, by the producer threads, and completes it or leaves that to the QK
