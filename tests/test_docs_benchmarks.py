@@ -27,6 +27,8 @@ PAGES = {
     "v4": (DOCS / "benchmarks-v4.md", "results/v4"),
     "gqa": (DOCS / "benchmarks-gqa.md", "results/gqa"),
 }
+# Names of documents that have the cases of a suite; others have some cases in more states.
+_GPUS = ("h100", "h200")
 RESULTS = {
     suite: {
         path.stem: read_document("results", path) for path in sorted((DOCS / folder).glob("*.json"))
@@ -71,16 +73,22 @@ def _section(suite: str, name: str, document: Mapping[str, Any]) -> str:
         by_case.setdefault(row["case"], {})[row["mode"]] = row
     return "\n".join(
         [
-            f"## {short_name(document)}\n",
+            f"## {_heading(name, document)}\n",
             *([image] if suite == "full" else []),
             f"- {facts}{rates}\n- Baselines: {baselines}.",
             *(f"- {line[0].upper()}{line[1:]}." for line in summaries_of(document["cases"])),
             _by_baseline(document),
-            *_not_measured(suite, by_case),
+            *(_not_measured(suite, by_case) if name in _GPUS else []),
             "",
             *table([_cells(modes, _measured_baselines(document)) for modes in by_case.values()]),
         ]
     )
+
+
+def _heading(name: str, document: Mapping[str, Any]) -> str:
+    """Return the GPU, and of a second document of a GPU its states."""
+    gpu = short_name(document)
+    return gpu if name in _GPUS else f"{gpu}, {', '.join(_measured_modes(document))}"
 
 
 def _not_measured(suite: str, measured: Mapping[str, Any]) -> list[str]:

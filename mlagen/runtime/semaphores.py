@@ -25,7 +25,7 @@ from mlagen.spec.mla.sm90 import semaphore_region_bytes
 # Regions of semaphores per slab; a slab is less than 5 MiB.
 _REGIONS = 128
 
-# Regions of a workspace, by schedule id. DeepSeek-V4 has layers of three kinds of lists.
+# Regions of a workspace, by schedule id. DeepSeek-V4 has three kinds of layers.
 _SCHEDULES = 4
 _ALIGNMENT_BYTES = 128
 
