@@ -103,8 +103,9 @@ def stores_before_semaphores(cubin: bytes) -> int:
     texts = [instruction.text for instruction in _instructions(cubin)]
     last_mma = max(index for index, text in enumerate(texts) if _MMA.match(text))
     behind = texts[last_mma:]
-    first = next(index for index, text in enumerate(behind) if "REDG" in text)
-    return sum("STG.E" in text for text in behind[:first])
+    semaphores = [index for index, text in enumerate(behind) if "REDG" in text]
+    assert semaphores, "expected the code of splits behind the MMAs"
+    return sum("STG.E" in text for text in behind[: semaphores[0]])
 
 
 def _descriptor_registers(mma: str) -> set[int]:

@@ -27,8 +27,8 @@ PAGES = {
     "v4": (DOCS / "benchmarks-v4.md", "results/v4"),
     "gqa": (DOCS / "benchmarks-gqa.md", "results/gqa"),
 }
-# Names of documents that have the cases of a suite; others have some cases in more states.
-_GPUS = ("h100", "h200")
+# The end of the name of a document with some cases of another one in more states.
+_STATES = "_states"
 RESULTS = {
     suite: {
         path.stem: read_document("results", path) for path in sorted((DOCS / folder).glob("*.json"))
@@ -78,7 +78,7 @@ def _section(suite: str, name: str, document: Mapping[str, Any]) -> str:
             f"- {facts}{rates}\n- Baselines: {baselines}.",
             *(f"- {line[0].upper()}{line[1:]}." for line in summaries_of(document["cases"])),
             _by_baseline(document),
-            *(_not_measured(suite, by_case) if name in _GPUS else []),
+            *([] if name.endswith(_STATES) else _not_measured(suite, by_case)),
             "",
             *table([_cells(modes, _measured_baselines(document)) for modes in by_case.values()]),
         ]
@@ -88,7 +88,7 @@ def _section(suite: str, name: str, document: Mapping[str, Any]) -> str:
 def _heading(name: str, document: Mapping[str, Any]) -> str:
     """Return the GPU, and of a second document of a GPU its states."""
     gpu = short_name(document)
-    return gpu if name in _GPUS else f"{gpu}, {', '.join(_measured_modes(document))}"
+    return f"{gpu}, {', '.join(_measured_modes(document))}" if name.endswith(_STATES) else gpu
 
 
 def _not_measured(suite: str, measured: Mapping[str, Any]) -> list[str]:
@@ -184,6 +184,15 @@ def test_results_are_of_a_clean_run(suite: str, document: Mapping[str, Any]) -> 
     assert all(row["mlagen"]["is_right"] for row in document["cases"])
     assert re.fullmatch(r"[0-9a-f]{12}", document["commit"])
     assert None not in document.values()
+
+
+@results
+def test_more_states_are_of_the_same_run(suite: str, document: Mapping[str, Any]) -> None:
+    """A document of more states has the fresh rows of the one with all cases."""
+    name = next(name for name, each in RESULTS[suite].items() if each is document)
+    whole = RESULTS[suite][name.removesuffix(_STATES)]
+    assert document["commit"] == whole["commit"]
+    assert all(row in whole["cases"] for row in document["cases"] if row["mode"] == "fresh")
 
 
 @pytest.mark.parametrize("suite", [suite for suite in PAGES if RESULTS[suite]])

@@ -316,5 +316,5 @@ def test_semaphores_are_reserved_before_a_capture(
 
     size = op_library.workspace_for(torch.device("cuda", 1))
 
-    assert reserved == ([] if is_capturing else [(1, op_library._SPARE_REGIONS)])
+    assert reserved == ([] if is_capturing else [(1, op_library._SPARE_WORKSPACES)])
     assert size >= 132 * 513 * 1024

@@ -1,11 +1,11 @@
 """Device semaphores for cross-CTA reductions, and the cached scheduler metadata behind them.
 
 Semaphores are zero before and after each launch. The sm90 MLA kernels reuse the scheduler metadata
-of the previous launch with the same ones if the schedule id and the lengths are the same.
+of the previous launch in the same region if the schedule id and the lengths are the same.
 
 A workspace needs no initialization, so the semaphores are separate memory. Each workspace has its
-own, since calls with different workspaces may run concurrently, and for the schedules of some kinds
-of calls each: the layers of a model that take turns find their metadata. They live as long as the
+own, since calls with different workspaces may run concurrently. It has up to four regions, by
+schedule id, so that kinds of layers that alternate find their metadata. They live as long as the
 process, because CUDA graphs hold their addresses.
 """
 
@@ -25,7 +25,8 @@ from mlagen.spec.mla.sm90 import semaphore_region_bytes
 # Regions of semaphores per slab; a slab is less than 5 MiB.
 _REGIONS = 128
 
-# Regions of a workspace, by schedule id. DeepSeek-V4 has three kinds of layers.
+# Regions of a workspace, by schedule id. DeepSeek-V4 has three kinds of layers, and what a model
+# calls first one after the other has ids in a row.
 _SCHEDULES = 4
 _ALIGNMENT_BYTES = 128
 
@@ -47,32 +48,36 @@ def new_schedule_id() -> int:
     return next(_schedule_ids)
 
 
-def reserve_semaphores(device: int, min_free: int = 1) -> None:
-    """Allocate ``min_free`` regions of semaphores, for use during CUDA graph capture."""
+def reserve_semaphores(device: int, workspaces: int = 1) -> None:
+    """Allocate semaphores for so many new workspaces, for use during CUDA graph capture."""
     with _lock:
-        free = _free.get(device, [])
-        if len(free) < min_free:
-            _free[device] = [*_new_regions(device), *free]
+        free = _free.setdefault(device, [])
+        while len(free) < workspaces * _SCHEDULES:
+            free[:0] = _new_regions(device)
 
 
 def _take_region(key: tuple[int, int, int]) -> int:
-    device = key[0]
     with _lock:
         if key not in _regions:
-            if not _free.get(device):
-                _require_no_capture(device)
-                _free[device] = _new_regions(device)
-            _regions[key] = _free[device].pop()
+            _regions[key] = _free_region(*key[:2])
         return _regions[key]
 
 
-def _require_no_capture(device: int) -> None:
-    if is_capturing(device):
+def _free_region(device: int, workspace: int) -> int:
+    """Return a free region; while a graph is captured, if none is left, one of the workspace's."""
+    free = _free.setdefault(device, [])
+    if not free and is_capturing(device):
+        for schedule in range(_SCHEDULES):
+            if found := _regions.get((device, workspace, schedule)):
+                return found
         raise CaptureError(
-            "workspace_buffer: expected one with semaphores for this call, got one without while "
-            "a CUDA graph is captured and none are left; make the call with this workspace once "
-            "before the capture"
+            "workspace_buffer: expected one with semaphores, got one without while a CUDA graph "
+            "is captured and no free ones are left; make a call with this workspace once before "
+            "the capture"
         )
+    if not free:
+        free.extend(_new_regions(device))
+    return free.pop()
 
 
 def _new_regions(device: int) -> list[int]:

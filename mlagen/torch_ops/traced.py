@@ -35,7 +35,7 @@ is_traced = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 
 # The scratch of a captured graph may have another address than that of earlier calls; see
 # mlagen.runtime.semaphores.
-_SPARE_REGIONS = 64
+_SPARE_WORKSPACES = 64
 
 # torch.library.custom_op derives no schema of a scale or a pair, and checks at every call what is
 # known of these ops: that no output is an input.
@@ -180,7 +180,7 @@ def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> N
 def workspace_for(device: torch.device) -> torch.Tensor:
     """Return scratch for any call, allocated on the current stream or in the graph's pool."""
     if device.type == "cuda" and not is_capturing(device):
-        reserve_semaphores(device.index, _SPARE_REGIONS)
+        reserve_semaphores(device.index, _SPARE_WORKSPACES)
     return torch.empty(max_workspace_bytes(device), dtype=torch.uint8, device=device)
 
 

@@ -147,8 +147,8 @@ __device__ inline void epilogue(const Params& params, const WorkItem& work, Shar
   if constexpr (kBatchInvariant) {
     store_fixed_split(params, work, smem, accumulators, rows);
   } else if (kHasTwoPools && !__any_sync(~0u, work.num_splits != 1)) {
-    // Lists are short, so a CTA may store once: before the code of splits, because only the first
-    // 64 KiB of a kernel are prefetched.
+    // Lists are short, so a CTA may store once: the compiler places this path near the main loop,
+    // before the code of splits, where the I-cache has it.
     store_final(params, work, smem, accumulators, rows);
   } else {
     publish_or_combine(params, work, smem, accumulators, rows);

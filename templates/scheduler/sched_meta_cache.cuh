@@ -87,10 +87,10 @@ constexpr int kSinksPerCacheLine = 128 / sizeof(float);
 constexpr int kTokensPerId = kIsSparse ? 1 : kPageSize;
 constexpr int kPrefetchLines = 4;  // the top-k indices of two KV blocks
 
-// The same for two pools, whose lists are short: up to 1024 indices of the first work item; and the
-// sinks, which otherwise the epilogue waits for.
+// The same for two pools, whose lists are short: up to 1024 top-k indices of the first work item;
+// and the sinks, for which the epilogue waits.
 template <typename PoolParams>
-__device__ inline void prefetch_pooled_indices(const PoolParams& params, const WorkCoord& coord) {
+__device__ inline void prefetch_pools(const PoolParams& params, const WorkCoord& coord) {
   const int sink = lane_index() * kSinksPerCacheLine;
   if (params.sinks != nullptr && sink < params.heads) prefetch_l2(params.sinks + sink);
   const PooledIndices indices = pooled_indices(params, coord.seq_idx);
@@ -156,7 +156,7 @@ __device__ inline WorkCoord find_initial_work(const Params& params,
   const bool has_range = __any_sync(~0u, first_work.seq_idx >= 0);
   if (has_range && warp_index() == (kHasTwoPools ? kThreads / kWarpLanes : kPvWarps) - 1) {
     if constexpr (kHasTwoPools) {
-      prefetch_pooled_indices(params, first_work);
+      prefetch_pools(params, first_work);
     } else {
       prefetch_block_table(params, scheduler_storage);
     }

@@ -126,9 +126,7 @@ def record_launches(monkeypatch: Patch, *, arch: Arch = H200) -> Launches:
         monkeypatch.setattr(module, "arch_of_device", lambda _: arch)
     monkeypatch.setattr(calls, "kernel_for", loaded)
     monkeypatch.setattr(calls, "launch", record)
-    monkeypatch.setattr(
-        calls, "semaphores_of", lambda _, workspace, schedule: workspace + SEMAPHORES * schedule
-    )
+    monkeypatch.setattr(calls, "semaphores_of", semaphores_of)
     monkeypatch.setattr(mla_plan, "new_schedule_id", lambda: SCHEDULE_ID)
     monkeypatch.setattr(mla_maps, "encode", map_of)
     monkeypatch.setattr(gqa_maps, "encode", map_of)
@@ -137,10 +135,12 @@ def record_launches(monkeypatch: Patch, *, arch: Arch = H200) -> Launches:
     return recorded
 
 
-# The simulated address of semaphores, relative to the workspace and times the schedule id; and the
-# simulated schedule id.
-SEMAPHORES = 1 << 40
 SCHEDULE_ID = 5
+
+
+def semaphores_of(_: int, workspace: int, schedule_id: int) -> int:
+    """Return the simulated address of semaphores, unique for each workspace and schedule."""
+    return workspace + (1 << 40) * (1 + schedule_id)
 
 
 def map_of(tensor: TiledTensor, address: int) -> bytes:

@@ -17,7 +17,14 @@ from mlagen.families.gqa.sparse import MAX_TOKENS
 from mlagen.families.mla import tensor_maps as mla_maps
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.settings import current_settings
-from tests.families.launches import SCHEDULE_ID, SEMAPHORES, Case, Launches, args_of, launched
+from tests.families.launches import (
+    SCHEDULE_ID,
+    Case,
+    Launches,
+    args_of,
+    launched,
+    semaphores_of,
+)
 from tests.fixture_types import Patch
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase
@@ -103,7 +110,7 @@ def test_schedules_are_cached_for_at_most_one_request_per_thread(
     values = launched(args, launches, "sm90").launches[0].values
     assert values["schedule_id"] == schedule_id
     workspace = args.workspace_buffer.data_ptr()
-    assert values["semaphores"] == workspace + SEMAPHORES * schedule_id
+    assert values["semaphores"] == semaphores_of(0, workspace, schedule_id)
 
 
 @pytest.mark.parametrize("kernel", ["sm80", "sm90"])

@@ -52,8 +52,8 @@ def test_a_workspace_keeps_its_semaphores() -> None:
 
 
 @pytest.mark.usefixtures("slabs")
-def test_schedules_that_take_turns_have_separate_metadata() -> None:
-    """A workspace has semaphores for four schedules in a row, and no more."""
+def test_schedules_that_alternate_have_separate_metadata() -> None:
+    """A workspace has a region for each of four schedules in a row, and no more."""
     found = [semaphores_of(0, WORKSPACE, schedule_id) for schedule_id in range(7, 15)]
     assert len(set(found)) == 4
     assert found[4:] == found[:4]
@@ -94,24 +94,27 @@ def test_a_call_in_a_capture_allocates_nothing(slabs: list[int], monkeypatch: Pa
 def test_semaphores_are_reserved_for_several_workspaces(
     slabs: list[int], monkeypatch: Patch
 ) -> None:
-    """Fewer free ones do not suffice, and stay in use."""
-    for index in range(semaphores._REGIONS - 2):
+    """Each with all schedules. Fewer free regions do not suffice, and stay in use."""
+    in_use = semaphores._REGIONS - 8
+    for index in range(in_use):
         semaphores_of(0, WORKSPACE + index)
-    reserve_semaphores(0, min_free=2)
+    reserve_semaphores(0, workspaces=2)
     assert slabs == [0]
-    reserve_semaphores(0, min_free=3)
+    workspaces = 3 + semaphores._REGIONS // 4
+    reserve_semaphores(0, workspaces=workspaces)
     capture(monkeypatch)
 
-    for index in range(semaphores._REGIONS + 2):
-        semaphores_of(0, WORKSPACE - 1 - index)
+    for index in range(workspaces):
+        for schedule_id in range(4):
+            semaphores_of(0, WORKSPACE - 1 - index, schedule_id)
 
-    assert slabs == [0, 0]
-    assert len(set(semaphores._regions.values())) == 2 * semaphores._REGIONS
+    assert slabs == [0, 0, 0]
+    assert len(set(semaphores._regions.values())) == in_use + 4 * workspaces
 
 
 def test_running_out_in_a_capture_is_rejected(slabs: list[int], monkeypatch: Patch) -> None:
-    """The message has the remedy; a workspace with semaphores still works."""
-    semaphores_of(0, WORKSPACE)
+    """The message has the remedy; a workspace with semaphores has them for every schedule."""
+    found = semaphores_of(0, WORKSPACE, 2)
     for index in range(1, semaphores._REGIONS):
         semaphores_of(0, WORKSPACE + index)
     capture(monkeypatch)
@@ -120,12 +123,12 @@ def test_running_out_in_a_capture_is_rejected(slabs: list[int], monkeypatch: Pat
         semaphores_of(0, WORKSPACE - 1)
 
     assert str(caught.value) == (
-        "workspace_buffer: expected one with semaphores for this call, got one without while a "
-        "CUDA graph is captured and none are left; make the call with this workspace once before "
-        "the capture"
+        "workspace_buffer: expected one with semaphores, got one without while a CUDA graph is "
+        "captured and no free ones are left; make a call with this workspace once before the "
+        "capture"
     )
     assert slabs == [0]
-    assert semaphores_of(0, WORKSPACE) == semaphores._slabs[0].data_ptr()
+    assert {semaphores_of(0, WORKSPACE, schedule_id) for schedule_id in range(5)} == {found}
 
 
 def test_schedule_ids_are_unique() -> None:

@@ -394,7 +394,7 @@ class MlaSm90Fp8KvSpec(_Fp8Spec):
 
 
 def semaphore_region_bytes(sm_count: int) -> int:
-    """Return the bytes of a workspace's semaphores and cached scheduler metadata."""
+    """Return the bytes of a region: semaphores, and the cached scheduler metadata of a schedule."""
     assert sm_count * 4 <= SEMAPHORE_BYTES
     return SCHED_META_OFFSET + sm_count * 2 * SCHED_META_BYTES
 
