@@ -87,8 +87,8 @@ constexpr int kSinksPerCacheLine = 128 / sizeof(float);
 constexpr int kTokensPerId = kIsSparse ? 1 : kPageSize;
 constexpr int kPrefetchLines = 4;  // the top-k indices of two KV blocks
 
-// The same for two pools, whose lists are short: up to 1024 top-k indices of the first work item;
-// and the sinks, for which the epilogue waits.
+// Called by one warp, if the CTA has a range. Prefetches into L2 up to 1024 top-k indices of the
+// first work item, whose lists are short, and the sinks, for which the epilogue waits.
 template <typename PoolParams>
 __device__ inline void prefetch_pools(const PoolParams& params, const WorkCoord& coord) {
   const int sink = lane_index() * kSinksPerCacheLine;
