@@ -27,7 +27,6 @@ _WAIT = "  mbarrier_wait(shared_address(&barrier), phase);\n"
 MLA_DELAYS = {
     _WAIT: 2000,
     "  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);\n": 5000,
-    "  reduce_group.sync();\n": 5000,
 }
 GQA_DELAYS = {
     _WAIT: 2000,

@@ -44,6 +44,9 @@ _LONG: dict[str, Any] = {"extra_lens": (450, 180), "extra_top_k": 450}
 V41: dict[str, Any] = {"kv_cache_format": "fp8_dsv41"}
 SPLITS = [
     given("two splits, 64 rows", 2, heads=64, seq_lens=(128, 0), sinks="random", **_LONG),
+    given(
+        "two splits before another list", 2, heads=64, seq_lens=(1, 128), sinks="random", **_LONG
+    ),
     given("many splits, 64 rows", 7, heads=64, seq_lens=(100, 128), **_LONG),
     given("many splits, 32 rows", 6, heads=30, seq_lens=(100, 128), sinks="random", **_LONG),
     given("many splits, 16 rows", 8, heads=7, seq_lens=(1, 128), sinks="random", **_LONG),

@@ -39,6 +39,7 @@ class Gpu:
     sm_count: int
     num_slots: list[int]
     launches: int = 1  # of each call
+    seed: int = 0  # of the order in which warps come
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(MlaSm90Spec, "max_splits", MAX_SPLITS)
 
     def run(args: Any, *_others: object) -> Any:
-        replace_launches(monkeypatch, mla_plan, sm_count=found.sm_count, seed=len(args))
+        replace_launches(monkeypatch, mla_plan, sm_count=found.sm_count, seed=found.seed)
         args, problem = MLA.family.validate(args)
         on_gpu = replace(problem, device=torch.device("cuda", 0))
         launcher = MLA.plan(args, on_gpu, current_settings())
@@ -118,6 +119,17 @@ def test_equal_requests_that_are_throttled_have_the_bits_that_they_have_alone(gp
         batch = Batch(of=requests, idx=torch.arange(requests.count), workspace_bytes=size)
         assert inv.differing(form(batch), batch, expected) == []
         assert gpu.num_slots[-1] == num_slots
+
+
+@pytest.mark.parametrize("seed", range(1, 17))
+def test_lists_without_tokens_may_come_last(seed: int, gpu: Gpu) -> None:
+    """The combine takes the place of their Q, which nothing but the QK warps waits for."""
+    form, facts = FORMS["two pools"]
+    requests = inv.build(facts, (397, 0, 0), "cpu")
+    expected = inv.alone(form, requests)
+    gpu.seed = seed
+    batch = Batch(of=requests, idx=torch.arange(requests.count))
+    assert inv.differing(form(batch), batch, expected) == []
 
 
 def test_phases_of_a_cached_schedule_are_right(gpu: Gpu) -> None:

@@ -6,7 +6,8 @@ from typing import Any, TypeAlias
 
 # fresh: the clock of an idle GPU. sustained: after half a second of the same calls, when power
 # decides the clock. model: behind the projection of a decode layer, whose own time is subtracted.
-MODES = ("fresh", "sustained", "model")
+# layer: the same behind all other kernels of one, whose code replaces that of the call.
+MODES = ("fresh", "sustained", "model", "layer")
 
 LIBRARIES = ("flashinfer", "flashmla", "fa3", "hpc", "triton")
 

@@ -1,4 +1,4 @@
-"""GPU time of a call, without host overhead, in three states of the GPU."""
+"""GPU time of a call, without host overhead, in several states of the GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import lru_cache
 from statistics import median
 
 import torch
+from torch.nn.functional import rms_norm, silu
 
 # Minimum calls per graph, to amortize the launch of the graph.
 _MIN_CALLS = 8
@@ -20,8 +21,22 @@ _SUSTAINED_SECONDS = 0.5
 _PAUSE_SECONDS = 0.1
 
 # A projection of a decode layer: 128 tokens by 58 MB of weights, in rotation.
-_PROJECTION = (128, 7168, 4096)
+_TOKENS = 128
+_PROJECTION = (7168, 4096)
 _PROJECTION_SETS = 4
+
+# The GEMMs of a decode layer: into query and latent KV, into the heads, out of them, of the router,
+# and of a dense MLP.
+_HIDDEN, _QUERY, _LATENT, _HEADS, _EXPERTS, _INTERMEDIATE = 7168, 1536, 576, 4096, 256, 2048
+_TOP_EXPERTS = 8
+_GEMMS = {
+    "query_latent": (_HIDDEN, _QUERY + _LATENT),
+    "heads": (_QUERY, _HEADS),
+    "out": (_HEADS, _HIDDEN),
+    "router": (_HIDDEN, _EXPERTS),
+    "gate_up": (_HIDDEN, 2 * _INTERMEDIATE),
+    "down": (_INTERMEDIATE, _HIDDEN),
+}
 
 
 class Replays:
@@ -38,8 +53,8 @@ class Replays:
 
     def median_us(self, mode: str = "fresh") -> float:
         """Return the median microseconds of a whole call; see :data:`~.suites.MODES`."""
-        if mode == "model":
-            return self._us_in_model()
+        if mode in _BEFORE:
+            return self._us_behind(mode)
         graph = self._graph("calls", lambda index: self._call(index % self._sets))
         if mode == "fresh":
             time.sleep(_PAUSE_SECONDS)
@@ -49,15 +64,16 @@ class Replays:
             graph.replay()
         return median(_replay_ms(graph) for _ in range(_REPLAYS)) / self._calls * 1e3
 
-    def _us_in_model(self) -> float:
-        """Return the time that a call adds to a projection before it."""
-        _project(0)  # allocates the weights before the capture
+    def _us_behind(self, mode: str) -> float:
+        """Return the time that a call adds to the kernels before it."""
+        before = _BEFORE[mode]
+        before(0)  # allocates the weights before the capture
 
-        def project_and_call(index: int) -> None:
-            _project(index)
+        def run_both(index: int) -> None:
+            before(index)
             self._call(index % self._sets)
 
-        both, alone = self._graph("model", project_and_call), self._graph("projections", _project)
+        both, alone = self._graph(mode, run_both), self._graph(f"before {mode}", before)
         for _ in range(_WARM_UPS):
             both.replay()
             alone.replay()
@@ -76,18 +92,40 @@ class Replays:
 
 @lru_cache(maxsize=1)
 def _projection() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    rows, width, columns = _PROJECTION
-    tokens = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
-    shape = (width, columns)
-    weights = [
-        torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(_PROJECTION_SETS)
+    return _random(_TOKENS, _PROJECTION[0]), [
+        _random(*_PROJECTION) for _ in range(_PROJECTION_SETS)
     ]
-    return tokens, weights
 
 
-def _project(index: int) -> torch.Tensor:
+def _project(index: int) -> object:
     tokens, weights = _projection()
     return tokens @ weights[index % len(weights)]
+
+
+@lru_cache(maxsize=1)
+def _layer() -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    weights = {name: _random(*shape) * shape[0] ** -0.5 for name, shape in _GEMMS.items()}
+    return _random(_TOKENS, _HIDDEN), _random(_TOKENS, _HEADS), weights
+
+
+def _run_layer(_index: int) -> object:
+    """Run what a decode layer has from one attention call to the next, in kernels of torch."""
+    hidden, attended, weights = _layer()
+    hidden = hidden + attended @ weights["out"]
+    normed = rms_norm(hidden, (_HIDDEN,))
+    scores, _ = (normed @ weights["router"]).sigmoid().topk(_TOP_EXPERTS)
+    gate, up = (normed @ weights["gate_up"]).chunk(2, dim=-1)
+    hidden = hidden + (silu(gate) * up) @ weights["down"] * scores.sum(dim=-1, keepdim=True)
+    both = rms_norm(hidden, (_HIDDEN,)) @ weights["query_latent"]
+    query, latent = torch.split_with_sizes(both, (_QUERY, _LATENT), dim=-1)
+    return rms_norm(query, (_QUERY,)) @ weights["heads"], rms_norm(latent, (_LATENT,))
+
+
+_BEFORE: dict[str, Callable[[int], object]] = {"model": _project, "layer": _run_layer}
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
 def _replay_for(graph: torch.cuda.CUDAGraph, seconds: float) -> None:

@@ -157,7 +157,8 @@ def bench(
     A time is the median over replays of a CUDA graph of whole calls, with inputs that are not in
     L2. fresh: at the clock of an idle GPU. sustained: after half a second of the same calls, when
     power decides the clock. model: behind the projection of a decode layer, whose own time is
-    subtracted. The first result of a case is compared with fp32.
+    subtracted. layer: the same behind all other kernels of one. The first result of a case is
+    compared with fp32.
 
     Exits with 1 if a result of mlagen is wrong or missing, or slower than --baseline allows.
     """

@@ -7,7 +7,6 @@
 #include "combine/fixed_splits.cuh"
 #include "combine/pairwise.cuh"
 #include "combine/partial.cuh"
-#include "combine/reduce_group.cuh"
 #include "combine/subtiles.cuh"
 #include "common/barriers.cuh"
 #include "common/block_table.cuh"
@@ -64,27 +63,24 @@ __device__ inline void restore_nonfinite(const Params& params, const WorkItem& w
   });
 }
 
-// Called by the threads of a reduce group.
 __device__ inline void write_partial(const Params& params, const WorkItem& work,
-                                     SharedMemoryPlan& smem, const ReduceGroup& reduce_group,
-                                     const PartialOut& target, const Accumulators& accumulators,
-                                     const ThreadRows& rows) {
+                                     SharedMemoryPlan& smem, const PartialOut& target,
+                                     const Accumulators& accumulators, const ThreadRows& rows) {
   float scales[kRowsPerThread];
-  compute_fp16_scales(smem, reduce_group, accumulators, rows, scales);
+  compute_fp16_scales(smem, accumulators, rows, scales);
 #pragma unroll
   for (int frag = 0; frag < kAccumulators; ++frag) {
     const int i = accumulator_in_frag_order(frag);
     *target.slot(i) = pack_half4(weighted(accumulator(accumulators, i), scales, i));
   }
-  store_partial_states(partial_states(params, own_slot(params, work)), reduce_group, rows, scales);
+  store_partial_states(partial_states(params, own_slot(params, work)), rows, scales);
 }
 
 __device__ inline void store_partial(const Params& params, const WorkItem& work,
-                                     SharedMemoryPlan& smem, const ReduceGroup& reduce_group,
-                                     const CombineSmem& combine_smem,
+                                     SharedMemoryPlan& smem, const CombineSmem& combine_smem,
                                      const Accumulators& accumulators, const ThreadRows& rows) {
   const PartialOut target(params, work, combine_smem);
-  write_partial(params, work, smem, reduce_group, target, accumulators, rows);
+  write_partial(params, work, smem, target, accumulators, rows);
   if (!nonfinite_flag(smem, work)) return;
   restore_nonfinite<Fp16>(params, work, 1.0f,
                           [&](int i, int c) { return reinterpret_cast<u16*>(target.slot(i)) + c; });
@@ -102,29 +98,18 @@ __device__ inline void store_final(const Params& params, const WorkItem& work,
   });
 }
 
-// Two splits that are both the last item of their CTA are combined by both CTAs: each keeps one
-// half of the accumulators and publishes the other. Of any other two splits the first CTA keeps its
-// own. With more splits each CTA publishes everything but the sub-tile that it reduces itself.
-__device__ inline void publish_or_combine(const Params& params, const WorkItem& work,
-                                          SharedMemoryPlan& smem, Accumulators& accumulators,
-                                          ThreadRows& rows) {
-  const bool is_pairwise = work.num_splits == 2 && work.num_reducers == 2;
-  const int half = half_of_warp(reload_warp());
-  const ReduceGroup reduce_group = {is_pairwise ? half : -1};
-  const bool finishes =
-      is_pairwise ? half == work.split_idx : work.split_idx == 0 && work.num_splits <= 2;
-  if (finishes) {
-    if (work.num_splits > 1) combine_pair(params, work, smem, reduce_group, accumulators, rows);
-    store_final(params, work, smem, accumulators, rows);
-  } else {
-    const CombineSmem combine_smem = combine_smem_of_subtile(smem, work);
-    store_partial(params, work, smem, reduce_group, combine_smem, accumulators, rows);
-    semaphore_arrive(params, work, reduce_group);
-    if (work.num_splits > 2 && work.split_idx < work.num_reducers) {
-      combine_subtiles(params, work, smem, combine_smem);
-      exit_if(work.num_splits);  // the last item of this CTA
-    }
-  }
+// Stores one of several splits. If nothing follows in this CTA, the sub-tile that it reduces stays
+// in shared memory, and it waits for the other splits.
+__device__ inline void publish_and_combine(const Params& params, const WorkItem& work,
+                                           SharedMemoryPlan& smem, const Accumulators& accumulators,
+                                           const ThreadRows& rows) {
+  const CombineSmem combine_smem = combine_smem_of_subtile(smem, work);
+  store_partial(params, work, smem, combine_smem, accumulators, rows);
+  semaphore_arrive(params, work);
+  if (work.split_idx >= work.num_reducers) return;
+  semaphore_wait(params, work);
+  if (combine_smem.num_frags > 0) reduce_subtile(params, work, smem, combine_smem);
+  exit_if(work.num_splits);
 }
 
 // Final rows of a sequence with one split. Splits of others are combined after the last work item
@@ -138,7 +123,7 @@ __device__ inline void store_fixed_split(const Params& params, const WorkItem& w
     if constexpr (kCallsCombine) call_combine_fixed_splits(params);
   } else {
     const CombineSmem nothing = {smem.query, 1, 0, 0, 0, 0};
-    store_partial(params, work, smem, {-1}, nothing, accumulators, rows);
+    store_partial(params, work, smem, nothing, accumulators, rows);
   }
 }
 
@@ -147,11 +132,15 @@ __device__ inline void epilogue(const Params& params, const WorkItem& work, Shar
   if constexpr (kBatchInvariant) {
     store_fixed_split(params, work, smem, accumulators, rows);
   } else if (kHasTwoPools && !__any_sync(~0u, work.num_splits != 1)) {
-    // Lists are short, so a CTA may store once: the compiler places this path near the main loop,
-    // before the code of splits, where the I-cache has it.
+    // Lists are short, so a CTA may store once, unsplit: the compiler places this path near the
+    // main loop, where the I-cache has it. Otherwise it places the code of splits there: short
+    // calls of other kernels are split.
+    store_final(params, work, smem, accumulators, rows);
+  } else if (work.num_splits == 1 || is_only_reducer(work)) {
+    if (work.num_splits > 1) combine_pair(params, work, smem, accumulators, rows);
     store_final(params, work, smem, accumulators, rows);
   } else {
-    publish_or_combine(params, work, smem, accumulators, rows);
+    publish_and_combine(params, work, smem, accumulators, rows);
   }
   named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
   if (reload_tid() == 0) nonfinite_flag(smem, work) = 0;

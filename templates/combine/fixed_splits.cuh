@@ -4,10 +4,10 @@
 #pragma once
 
 #include "combine/partial.cuh"
-#include "combine/reduce_group.cuh"
 #include "combine/subtiles.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "pipeline/work_pipeline.cuh"
@@ -19,96 +19,46 @@
 #include "seq_info.cuh"
 #include "shared_memory.cuh"
 
-// Most splits of a sub-tile of which two are in shared memory at once; 0 with 64 rows, whose loads
-// take bandwidth rather than latency, and which have no registers for a second one.
-__device__ constexpr int max_paired_splits() {
-  if (kBlockM > 32) return 0;
-  int max_splits = kMaxRanges;
-  while (!subtiles_fit(max_splits, kCombineSmemBytes / 2)) --max_splits;
-  return max_splits;
-}
-constexpr int kMaxPairedSplits = max_paired_splits();
-constexpr bool kPairsSubtiles = kMaxPairedSplits > 0;
-
-// A sub-tile that this CTA reduces.
-struct OwnSubtile : WorkCoord, WorkSplits {
-  u32 smem_half;
-
-  __device__ bool exists() const { return seq_idx >= 0; }
-  __device__ bool is_empty() const {
-    return num_splits == 1 || split_idx * subtile_frags >= kNumFrags;
-  }
-  __device__ WorkItem work() const {
-    WorkItem work;
-    static_cast<WorkCoord&>(work) = *this;
-    static_cast<WorkSplits&>(work) = *this;
-    return work;
-  }
-  __device__ CombineSmem combine_smem(SharedMemoryPlan& smem, const WorkItem& work) const {
-    CombineSmem found = combine_smem_of_subtile(smem, work);
-    found.bytes += smem_half * (kCombineSmemBytes / 2 / kChunkBytes * kChunkBytes);
-    return found;
-  }
-};
-
 // Called by the PV warps after the work items of the CTA, or of a phase, when no warp uses Q and
 // KV. The sum of a row takes its splits in an order that the length of its sequence determines.
-// The partials of a sub-tile are requested before the one before it is reduced, if both fit.
 __device__ inline void combine_fixed_splits(const Params& params) {
   SharedMemoryPlan& smem = shared_memory<SharedMemoryPlan>();
-  const ReduceGroup all = {-1};
   TileScheduler scheduler(params, smem.scheduler_storage.range, cta_rank_in_group(params),
                           smem.scheduler_storage.initial_state);
   const bool ends_phase = has_phases(smem.scheduler_storage);
-  enum class Progress : u32 { Begins, Searches, HasWaited } progress = Progress::Begins;
-  OwnSubtile loaded;
-  OwnSubtile next;
-  loaded.seq_idx = -1;
-  bool finds_next = true;
+  bool has_waited = false;
+  bool is_first = true;
 #pragma unroll 1
   while (true) {
-    if (finds_next || !kPairsSubtiles) {
-      next = {};
-#pragma unroll 1
-      do {
-        static_cast<WorkCoord&>(next) = scheduler.next_work(progress == Progress::Begins);
-        if (progress == Progress::Begins) progress = Progress::Searches;
-        if (next.exists()) scheduler.fill_splits(next);
-      } while (next.exists() && next.is_empty());
-      if ((next.exists() || ends_phase) && progress != Progress::HasWaited) {
-        all.sync();  // all warps have stored their splits
-        if (all.is_leader()) wait_for_grid(params, GridBarrier::SplitsStored);
-        all.sync();
-        progress = Progress::HasWaited;
-      }
-    }
-    const bool fits = !kPairsSubtiles || !loaded.exists() ||
-                      max(loaded.num_splits, next.num_splits) <= kMaxPairedSplits;
-    finds_next = next.exists() && fits;
-    if (finds_next) {
-      next.smem_half = kPairsSubtiles && loaded.exists() ? loaded.smem_half ^ 1 : 0;
-      const WorkItem work = next.work();
-      load_subtile(params, work, PartialSlots(params, work), next.combine_smem(smem, work));
-    }
-    if (!kPairsSubtiles) loaded = next;
-    if (loaded.exists()) {
-      const WorkItem work = loaded.work();
-      reduce_subtile(params, work, smem, loaded.combine_smem(smem, work),
-                     kPairsSubtiles && finds_next);
-      all.sync();  // other partials take the same shared memory
-    } else if (!finds_next) {
+    WorkItem work;
+    static_cast<WorkCoord&>(work) = scheduler.next_work(is_first);
+    is_first = false;
+    const bool exists = work.seq_idx >= 0;
+    CombineSmem combine_smem;
+    if (exists) {
+      scheduler.fill_splits(work);
+      combine_smem = combine_smem_of_subtile(smem, work);
+      if (combine_smem.num_frags <= 0) continue;
+    } else if (has_waited || !ends_phase) {
       break;
     }
-    if (kPairsSubtiles) loaded = next;
-    if (!kPairsSubtiles || !finds_next) loaded.seq_idx = -1;
+    if (!has_waited) {
+      named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);  // all splits are stored
+      if (reload_tid() == 0) wait_for_grid(params, GridBarrier::SplitsStored);
+      named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
+      has_waited = true;
+    }
+    if (!exists) break;
+    reduce_subtile(params, work, smem, combine_smem);
+    named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);  // the next one aliases it
   }
-  if (progress != Progress::HasWaited && all.is_leader()) pass_grid_barrier(params);
+  if (!has_waited && reload_tid() == 0) pass_grid_barrier(params);
   if (!ends_phase) return;
   // The next phase writes other partials to the same slots, and loads Q and KV.
   fence_proxy_async();
-  all.sync();
-  if (all.is_leader()) wait_for_grid(params, GridBarrier::PhaseCombined);
-  all.sync();
+  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
+  if (reload_tid() == 0) wait_for_grid(params, GridBarrier::PhaseCombined);
+  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
   named_barrier_arrive(NamedBarrier::PhaseCombined, kPvThreads + kWarpLanes);
 }
 

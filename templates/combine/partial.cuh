@@ -4,7 +4,8 @@
 #pragma once
 
 #include "accumulators.cuh"
-#include "combine/reduce_group.cuh"
+#include "combine/subtile_frags.cuh"
+#include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
 #include "common/types.cuh"
@@ -22,6 +23,26 @@ struct alignas(kChunkBytes) PartialState : RowState {
 };
 static_assert(sizeof(PartialState) == kChunkBytes, "one cp.async copies the state of a row");
 static_assert(sizeof(PartialState) == kPartialStateBytes, "the host plans with it");
+
+// Weights of a row in the sum of two splits: of the one in registers, and of the other one as it is
+// stored, in fp16.
+struct PairWeights {
+  float own;
+  float other;
+};
+static_assert(sizeof(PairWeights) <= sizeof(PartialState), "weights take the place of states");
+
+// Adds the state of the other split of a row to that of this one.
+__device__ inline PairWeights combine_pair_states(RowState& own, const PartialState* stored,
+                                                  int scale) {
+  const float4 loaded = ld_global_cg_v4_f32(stored);
+  const RowState other = {loaded.x, loaded.y};
+  const float row_max = fmaxf(own.row_max, other.row_max);
+  const float own_weight = weight_of(own, row_max);
+  const float other_weight = weight_of(other, row_max);
+  own = {row_max, own.row_sum * own_weight + other.row_sum * other_weight};
+  return {own_weight, other_weight * (scale == 0 ? loaded.z : loaded.w)};
+}
 
 // Power-of-two scale of a row of partial O in fp16. It brings finite magnitudes of at most `amax`
 // below 2^14: the eleven significant bits of fp16 then exceed those of the output. The scale and
@@ -54,7 +75,7 @@ __device__ inline float4 unpack_half4(uint2 half4) {
 struct CombineSmem {
   unsigned char* bytes;
   int num_splits;
-  int first_row;  // rows wrap around at kBlockM
+  int first_row;
   int rows;
   int first_frag;
   int num_frags;
@@ -62,16 +83,13 @@ struct CombineSmem {
   // Whether this CTA's own split is already in shared memory.
   __device__ bool holds_own_split() const { return num_frags >= kFragsPerStep; }
 
-  // Row at an index relative to `first_row`, and the inverse.
-  __device__ int row_at(u32 index) const { return static_cast<int>((first_row + index) % kBlockM); }
-  __device__ u32 index_of(int row) const { return static_cast<u32>(row - first_row) % kBlockM; }
-
-  __device__ PartialState* states(u32 index) const {
+  // The states of row `first_row` + `index`.
+  __device__ PartialState* states(int index) const {
     // An odd number of chunks, so that rows start in different banks.
     return reinterpret_cast<PartialState*>(bytes) + index * (num_splits | 1);
   }
   __device__ PartialState& state(int split_idx, int row) const {
-    return states(index_of(row))[split_idx];
+    return states(row - first_row)[split_idx];
   }
   __device__ uint2* values(int split_idx) const {
     return reinterpret_cast<uint2*>(states(rows)) + split_idx * num_frags * kWarpLanes;
@@ -121,14 +139,10 @@ __device__ inline int lane_frag_offset() {
   return first_frag_of_warp(reload_warp()) * kWarpLanes + reload_lane();
 }
 
-// Number of reduce groups that publish a split, or one half of it: with two splits each reducer
-// waits for the half from the other CTA.
+// The only reducer of two splits waits for the other one alone.
 __device__ inline int expected_arrivals(const WorkItem& work) {
-  return work.num_splits == 2 ? work.num_reducers : work.num_splits;
+  return work.num_reducers == 1 ? 1 : work.num_splits;
 }
-
-// Fewest splits that are combined as sub-tiles.
-constexpr int kMinSubtileSplits = kBatchInvariant ? 2 : 3;
 
 // The semaphore of a work tile counts arrivals, and then the reducers that have seen all of them.
 // The last reducer wraps it to zero for the next launch.
@@ -140,19 +154,17 @@ __device__ inline u32 last_arrival(const WorkItem& work) {
   return static_cast<u32>(expected_arrivals(work) + work.num_reducers - 1);
 }
 
-// Publishes the stores of the whole reduce group.
-__device__ inline void semaphore_arrive(const Params& params, const WorkItem& work,
-                                        const ReduceGroup& reduce_group) {
+// Publishes the stores of all PV warps.
+__device__ inline void semaphore_arrive(const Params& params, const WorkItem& work) {
   u32* semaphore = semaphore_of(params, work);
   const u32 last = last_arrival(work);
-  reduce_group.sync();
-  if (reduce_group.is_leader()) red_inc_release_gpu(semaphore, last);
+  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
+  if (reload_tid() == 0) red_inc_release_gpu(semaphore, last);
 }
 
 // Waits for all splits; each reducer calls it once.
-__device__ inline void semaphore_wait(const Params& params, const WorkItem& work,
-                                      const ReduceGroup& reduce_group) {
-  if (reduce_group.is_leader()) {
+__device__ inline void semaphore_wait(const Params& params, const WorkItem& work) {
+  if (reload_tid() == 0) {
     u32* semaphore = semaphore_of(params, work);
     const u32 last = last_arrival(work);
     const u32 expected = static_cast<u32>(expected_arrivals(work));
@@ -160,7 +172,7 @@ __device__ inline void semaphore_wait(const Params& params, const WorkItem& work
     }
     red_inc_relaxed_gpu(semaphore, last);
   }
-  reduce_group.sync();
+  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
 }
 
 // Destination of a thread's partial O: the workspace, except for the fragments that this CTA
@@ -188,28 +200,24 @@ struct PartialOut {
   }
 };
 
-// Issues the copies of the fragments of all splits but `own`, from `first_split` on: many splits by
-// one warp each, few splits by all warps. A warp issues several chunks per lane back to back.
+// Issues the copies of the fragments of all splits but `own`: many splits by one warp each, few
+// splits by all warps. A warp issues several chunks per lane back to back.
 __device__ inline void load_partial_values(const Params& params, const PartialSlots& slots,
-                                           const ReduceGroup& reduce_group,
-                                           const CombineSmem& combine_smem, int first_split,
-                                           int own) {
+                                           const CombineSmem& combine_smem, int own) {
   constexpr int kChunksPerStep = 4;
   constexpr int kCopyBytes = kWarpLanes * kChunkBytes;
-  const int warp = reduce_group.thread_idx() / kWarpLanes;
-  const int warps = reduce_group.num_threads() / kWarpLanes;
+  const int warp = reload_warp();
   const bool is_one_split_per_warp = combine_smem.num_splits >= kPvWarps;
-  const int step = kChunksPerStep * kCopyBytes * (is_one_split_per_warp ? 1 : warps);
+  const int step = kChunksPerStep * kCopyBytes * (is_one_split_per_warp ? 1 : kPvWarps);
   const int first = kChunksPerStep * kCopyBytes * (is_one_split_per_warp ? 0 : warp) +
                     reload_lane() * kChunkBytes;
   const int bytes = combine_smem.num_frags * kFragBytes;
 #pragma unroll 1
   for (int split_idx = is_one_split_per_warp ? warp : 0; split_idx < combine_smem.num_splits;
-       split_idx += is_one_split_per_warp ? warps : 1) {
-    if (first_split + split_idx == own) continue;
+       split_idx += is_one_split_per_warp ? kPvWarps : 1) {
+    if (split_idx == own) continue;
     const unsigned char* source = reinterpret_cast<const unsigned char*>(
-        partial_values(params, slots[first_split + split_idx]) +
-        combine_smem.first_frag * kWarpLanes);
+        partial_values(params, slots[split_idx]) + combine_smem.first_frag * kWarpLanes);
     const u32 target = shared_address(combine_smem.values(split_idx));
 #pragma unroll 1
     for (int i = first; i < bytes; i += step) {

@@ -1,11 +1,11 @@
-// Epilogue stores with swap-AB, where the states of the rows are in shared memory: rows of O and
-// their LSE, and the partial softmax states of a split.
+// Epilogue stores with swap-AB, where the states of the rows are in shared memory: rows of O, and
+// the partial softmax states of a split.
 
 #pragma once
 
 #include "accumulators.cuh"
 #include "combine/partial.cuh"
-#include "combine/reduce_group.cuh"
+#include "combine/row_scale.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
 #include "common/types.cuh"
@@ -22,34 +22,21 @@ __device__ inline void store_pair(unsigned char* out, float low, float high) {
   *reinterpret_cast<u32*>(out) = cvt_rn_x2_f32(Element{}, high, low);
 }
 
-// Normalization factors of this thread's rows. All warps hold all rows: every lane computes some
-// of the factors, and one warp also stores the LSE.
-__device__ inline void compute_row_factors(const Params& params, const WorkItem& work,
-                                           const ThreadRows& rows,
-                                           float (&factors)[kRowsPerThread]) {
-  constexpr int kRowsPerLane = ceil_div(kBlockM, kWarpLanes);
-  const float scale = output_scale(params);
-  float found[kRowsPerLane];
+// The scales of this thread's rows.
+__device__ inline void load_row_scales(const ThreadRows& rows, float (&scales)[kRowsPerThread]) {
+  const float* own = &rows.smem.row_scale[rows.stage][row_of(0)];
 #pragma unroll
-  for (int i = 0; i < kRowsPerLane; ++i) {
-    const int row = (i * kWarpLanes + reload_lane()) % kBlockM;
-    const RowResult result = result_of(params, rows.state(row), sink_of(params, work, row));
-    found[i] = result.factor * scale;
-    if (params.lse != nullptr && reload_tid() < min(kBlockM, kWarpLanes) && row < work.rows) {
-      params.lse[global_row(params, work, row)] = result.lse;
-    }
-  }
-  __syncwarp();
-#pragma unroll
-  for (int r = 0; r < kRowsPerThread; ++r) {
-    factors[r] = __shfl_sync(~0u, found[r / 2 * 8 / kWarpLanes], row_of(r) % kWarpLanes);
+  for (int group = 0; group < kRowGroups; ++group) {
+    const float2 pair = *reinterpret_cast<const float2*>(own + group * 8);
+    scales[group * 2] = pair.x;
+    scales[group * 2 + 1] = pair.y;
   }
 }
 
 __device__ inline void store_rows(const Params& params, const WorkItem& work, SharedMemoryPlan&,
                                   const Accumulators& accumulators, const ThreadRows& rows) {
   float factors[kRowsPerThread];
-  compute_row_factors(params, work, rows, factors);
+  load_row_scales(rows, factors);
   unsigned char* out =
       reinterpret_cast<unsigned char*>(params.out) +
       (global_row(params, work, row_of(0)) * kHeadDimVo + dim_of(reload_warp(), 0)) * 2;
@@ -81,28 +68,40 @@ __device__ inline void store_frags(const Params& params, const WorkItem& work, S
   }
 }
 
-__device__ inline void compute_fp16_scales(SharedMemoryPlan& smem, const ReduceGroup&,
-                                           const Accumulators&, const ThreadRows& rows,
+__device__ inline void compute_fp16_scales(SharedMemoryPlan&, const Accumulators&,
+                                           const ThreadRows& rows,
                                            float (&scales)[kRowsPerThread]) {
-  const float* own = &smem.row_scale[rows.stage][row_of(0)];
-#pragma unroll
-  for (int group = 0; group < kRowGroups; ++group) {
-    const float2 pair = *reinterpret_cast<const float2*>(own + group * 8);
-    scales[group * 2] = pair.x;
-    scales[group * 2 + 1] = pair.y;
-  }
+  load_row_scales(rows, scales);
 }
 
-__device__ inline void store_partial_states(PartialState* target, const ReduceGroup& reduce_group,
-                                            const ThreadRows& rows,
+// Of a pairwise combine. All warps hold all rows, so one thread for each row adds the states, and
+// publishes the weights in place of states, and the scale of the final row. A barrier follows.
+struct RowPairs {
+  const PairWeights* weights;
+
+  __device__ RowPairs(const Params& params, const WorkItem& work, const CombineSmem& combine_smem,
+                      const PartialState* others, const ThreadRows& rows) {
+    PairWeights* published = reinterpret_cast<PairWeights*>(combine_smem.states(0));
+    weights = published;
+    const int row = reload_tid();
+    if (row < kBlockM) {
+      RowState own = rows.state(row);
+      published[row] = combine_pair_states(own, others + row, 0);
+      rows.smem.row_scale[rows.stage][row] = final_row_scale(params, work, row, own);
+    }
+  }
+
+  __device__ PairWeights operator[](int r) const { return weights[row_of(r)]; }
+};
+
+__device__ inline void store_partial_states(PartialState* target, const ThreadRows& rows,
                                             const float (&)[kRowsPerThread]) {
-  const int row = reduce_group.thread_idx();
+  const int row = reload_tid();
   if (row >= kBlockM) return;
   const RowState state = rows.state(row);
   target[row] = {
       state.row_max, state.row_sum, {inverse_of_pow2(rows.smem.row_scale[rows.stage][row])}};
 }
 static_assert(kIsSame<decltype(SharedMemoryPlan::row_scale), float[2][kBlockM]>,
-              "fp16 scale of each row of partial O");
-static_assert(kNumScales == 1 && kBlockM <= kPvThreads / 2,
-              "a reduce group has a thread for each row");
+              "scale of each row of O as the epilogue stores it");
+static_assert(kNumScales == 1 && kBlockM <= kPvThreads, "there is a thread for each row");

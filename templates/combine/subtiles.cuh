@@ -1,10 +1,10 @@
-// Combine of three and more splits: every reducing CTA reduces one sub-tile of the output.
+// Combine of splits: every reducing CTA reduces one sub-tile of the output.
 
 #pragma once
 
 #include "accumulators.cuh"
 #include "combine/partial.cuh"
-#include "combine/reduce_group.cuh"
+#include "combine/subtile_frags.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
@@ -27,8 +27,7 @@ __device__ inline float reduce_lanes(float value, int num_lanes, Op op) {
   return value;
 }
 
-// Consecutive groups of fragments cover consecutive groups of rows, in some families twice.
-static_assert((kBlockM & (kBlockM - 1)) == 0, "rows are counted modulo all of them");
+// Consecutive groups of fragments cover consecutive groups of rows.
 constexpr int kNumRowGroups = kBlockM / kRowsPerGroup;
 
 // Max number of rows that a sub-tile of `num_frags` fragments touches; a small one touches one
@@ -48,25 +47,27 @@ __device__ constexpr int warp_partials_offset(int num_splits, int rows, int num_
          (num_splits * num_frags + kFragsPerStep) * kFragBytes;
 }
 
+constexpr int kMinSplits = 2;  // that are combined
+
 // Fewest reducers of so many splits.
 __device__ constexpr int min_reducers(int num_splits) {
   return kBatchInvariant ? num_splits : num_splits - 1;
 }
 
-// Whether the sub-tile of each of so many splits fits in so many bytes.
-__device__ constexpr bool subtiles_fit(int max_splits, int bytes) {
-  for (int num_splits = kMinSubtileSplits; num_splits <= max_splits; ++num_splits) {
+// Whether a sub-tile of every split is in shared memory at once.
+__device__ constexpr bool subtiles_fit() {
+  for (int num_splits = kMinSplits; num_splits <= kMaxRanges; ++num_splits) {
     const int num_frags = frags_per_subtile(min_reducers(num_splits));
     const int offset = warp_partials_offset(num_splits, rows_per_subtile(num_frags), num_frags);
-    if (offset + kWarpPartialsBytes > bytes) return false;
+    if (offset + kWarpPartialsBytes > kCombineSmemBytes) return false;
   }
   return true;
 }
-static_assert(subtiles_fit(kMaxRanges, kCombineSmemBytes),
-              "a sub-tile of every split is resident at once");
+static_assert(subtiles_fit(), "the combine aliases Q and the KV stages");
 static_assert(kFragsPerRowGroup % kFragsPerStep == 0, "fragments of a step share their rows");
 
 constexpr int kLog2PvThreads = kPvThreads == 256 ? 8 : 7;
+constexpr int kLog2WarpLanes = 5;
 static_assert(kPvThreads == 1 << kLog2PvThreads, "four or eight warps");
 
 // Issues the copies of the partial states of all splits, by groups of rows: whole cache lines.
@@ -79,72 +80,61 @@ __device__ inline void load_partial_states(const Params& params, const PartialSl
     // A float division is short, and exact for numbers this small.
     const int row_group = __float2int_rz((static_cast<float>(i) + 0.5f) * reciprocal);
     const int split_idx = i - row_group * combine_smem.num_splits;
-    const int row = combine_smem.row_at(row_group * kRowsPerGroup + reload_tid() % kRowsPerGroup);
+    const int row =
+        combine_smem.first_row + row_group * kRowsPerGroup + reload_tid() % kRowsPerGroup;
     cp_async_cg_16(shared_address(&combine_smem.state(split_idx, row)),
                    partial_states(params, slots[split_idx]) + row, kChunkBytes);
   }
 }
 
-// All PV threads divided among the rows, at most a warp per row.
-__device__ constexpr int log2_threads_of_row(int log2_rows) {
-  return kLog2PvThreads - log2_rows < 5 ? kLog2PvThreads - log2_rows : 5;
+// Of the threads that share a row: all PV threads divided among the rows, at most a warp, and at
+// most one for each split.
+__device__ inline int log2_threads_of_row(const CombineSmem& combine_smem) {
+  const int log2_rows = kWarpLanes - __clz(combine_smem.rows - 1);
+  const int log2_splits = kWarpLanes - __clz(combine_smem.num_splits - 1);
+  return min(min(kLog2PvThreads - log2_rows, kLog2WarpLanes), log2_splits);
 }
 
-// Max number of splits of a row that one thread handles.
-__device__ constexpr int max_splits_per_thread() {
-  int max_splits = 1;
-  for (int num_splits = kMinSubtileSplits; num_splits <= kMaxRanges; ++num_splits) {
-    const int rows = rows_per_subtile(frags_per_subtile(min_reducers(num_splits)));
-    int log2_rows = 0;
-    while (1 << log2_rows < rows) ++log2_rows;
-    const int own = ceil_div(num_splits, 1 << log2_threads_of_row(log2_rows));
-    if (own > max_splits) max_splits = own;
-  }
-  return max_splits;
-}
-constexpr int kMaxSplitsPerThread = max_splits_per_thread();
-
-// Turns the fp16 scale of every split into its weight in the finished row, and stores the LSE.
+// Turns the fp16 scale of every split into its weight in the finished row, and stores the LSE, once
+// the states have arrived. Most threads have one split, so loops are not unrolled.
 __device__ inline void combine_rows(const Params& params, const WorkItem& work,
                                     const CombineSmem& combine_smem) {
-  const int log2_threads = log2_threads_of_row(32 - __clz(combine_smem.rows - 1));
+  const int log2_threads = log2_threads_of_row(combine_smem);
   const int threads = 1 << log2_threads;
   const int row_idx = reload_tid() >> log2_threads;
+  const int row = combine_smem.first_row + row_idx;
+  const float sink = sink_of(params, work, row);
+  const float scale = output_scale(params);
+  cp_async_wait_group<1>();
+  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
   if (!__any_sync(~0u, row_idx < combine_smem.rows)) return;  // rows are shared by whole warps
-  const int row = combine_smem.row_at(row_idx);
+  PartialState* states = combine_smem.states(row_idx);
   const int first = reload_tid() & (threads - 1);
-  // Behind the last split, loads repeat it, with a row sum of 0.
-  PartialState partials[kMaxSplitsPerThread];
-  RowState states[kMaxSplitsPerThread];
-#pragma unroll
-  for (int i = 0; i < kMaxSplitsPerThread; ++i) {
-    const int split_idx = first + i * threads;
-    partials[i] = combine_smem.states(row_idx)[min(split_idx, combine_smem.num_splits - 1)];
-    states[i] = partials[i];
-    if (split_idx >= combine_smem.num_splits) states[i].row_sum = 0.0f;
+  const int end = row_idx < combine_smem.rows ? combine_smem.num_splits : 0;
+  float row_max = kEmptyRow.row_max;
+#pragma unroll 1
+  for (int i = first; i < end; i += threads) row_max = fmaxf(row_max, states[i].row_max);
+  row_max = reduce_lanes(row_max, threads, [](float a, float b) { return fmaxf(a, b); });
+  float row_sum = 0.0f;
+#pragma unroll 1
+  for (int i = first; i < end; i += threads) {
+    row_sum += states[i].row_sum * weight_of(states[i], row_max);
   }
-  const float row_max =
-      reduce_lanes(max_of(states), threads, [](float a, float b) { return fmaxf(a, b); });
-  float weights[kMaxSplitsPerThread];
-  const float row_sum = reduce_lanes(weigh(states, row_max, weights), threads,
-                                     [](float a, float b) { return a + b; });
-  const RowResult result = result_of(params, {row_max, row_sum}, sink_of(params, work, row));
-  const float factor = result.factor * output_scale(params);
+  row_sum = reduce_lanes(row_sum, threads, [](float a, float b) { return a + b; });
+  const RowResult result = result_of(params, {row_max, row_sum}, sink);
+  const float factor = result.factor * scale;
+#pragma unroll 1
+  for (int i = first; i < end; i += threads) {
+    const float weight = factor * weight_of(states[i], row_max);
 #pragma unroll
-  for (int i = 0; i < kMaxSplitsPerThread; ++i) {
-    const int split_idx = first + i * threads;
-    if (split_idx >= combine_smem.num_splits) continue;
-#pragma unroll
-    for (int scale = 0; scale < kNumScales; ++scale) {
-      combine_smem.states(row_idx)[split_idx].scales[scale] =
-          partials[i].scales[scale] * (factor * weights[i]);
-    }
+    for (int s = 0; s < kNumScales; ++s) states[i].scales[s] *= weight;
   }
   // The sub-tile that holds the first fragment of a row stores its LSE.
   const int row_frag = row / kRowsPerGroup * kFragsPerRowGroup;
   const bool owns_row = combine_smem.first_frag <= row_frag &&
                         row_frag < combine_smem.first_frag + combine_smem.num_frags;
-  if (params.lse != nullptr && owns_row && first == 0 && row < work.rows) {
+  if (params.lse != nullptr && owns_row && first == 0 && row_idx < combine_smem.rows &&
+      row < work.rows) {
     params.lse[global_row(params, work, row)] = result.lse;
   }
 }
@@ -163,7 +153,7 @@ __device__ inline void sum_frags(const CombineSmem& combine_smem, int first, int
   const int scale = scale_of_frag(first);
   const PartialState* state_a = &combine_smem.state(sharer, rows.a);
   const int to_b = (rows.b - rows.a) * (combine_smem.num_splits | 1);  // in the same row group
-#pragma unroll 1
+#pragma unroll 2
   for (int split_idx = sharer; split_idx < combine_smem.num_splits;
        split_idx += 1 << log2_sharers) {
     const float a = state_a->scales[scale];
@@ -217,59 +207,35 @@ __device__ inline void combine_frags(const Params& params, const WorkItem& work,
   }
 }
 
-// The accumulator sub-tile this CTA reduces. Empty if the CTA is not a reducer, or if the tile has
-// fewer splits (two of them use the pairwise path).
+// The sub-tile that this CTA reduces. Empty if the CTA is not a reducer.
 __device__ inline CombineSmem combine_smem_of_subtile(SharedMemoryPlan& smem,
                                                       const WorkItem& work) {
-  const bool is_reducer =
-      work.num_splits >= kMinSubtileSplits && work.split_idx < work.num_reducers;
+  const bool is_reducer = work.num_splits >= kMinSplits && work.split_idx < work.num_reducers;
   const int first = is_reducer ? work.split_idx * work.subtile_frags : kNumFrags;
   const int num_frags = min(work.subtile_frags, kNumFrags - first);
-  const u32 first_group = static_cast<u32>(first) / kFragsPerRowGroup;
-  const u32 last_group = static_cast<u32>(first + num_frags - 1) / kFragsPerRowGroup;
-  const u32 first_row = first_group % kNumRowGroups * kRowsPerGroup;
-  const u32 rows = min((last_group + 1 - first_group) * kRowsPerGroup, static_cast<u32>(kBlockM));
-  return {smem.query, work.num_splits, static_cast<int>(first_row), static_cast<int>(rows),
-          first,      num_frags};
+  const int first_group = static_cast<u32>(first) / kFragsPerRowGroup;
+  const int last_group = static_cast<u32>(first + num_frags - 1) / kFragsPerRowGroup;
+  return {smem.query,
+          work.num_splits,
+          first_group * kRowsPerGroup,
+          (last_group + 1 - first_group) * kRowsPerGroup,
+          first,
+          num_frags};
 }
 
-// Requests the partials of a sub-tile: states, then values.
-__device__ inline void load_subtile(const Params& params, const WorkItem& work,
-                                    const PartialSlots& slots, const CombineSmem& combine_smem) {
+// Reduces a sub-tile, once all of its splits are stored: copies states, then values.
+__device__ inline void reduce_subtile(const Params& params, const WorkItem& work,
+                                      SharedMemoryPlan& smem, const CombineSmem& combine_smem) {
+  const PartialSlots slots(params, work);
   load_partial_states(params, slots, combine_smem);
   cp_async_commit_group();
   const bool holds_own_split = !kBatchInvariant && combine_smem.holds_own_split();
-  load_partial_values(params, slots, {-1}, combine_smem, 0, holds_own_split ? work.split_idx : -1);
+  load_partial_values(params, slots, combine_smem, holds_own_split ? work.split_idx : -1);
   cp_async_commit_group();
-}
-
-// Reduces a sub-tile when its partials have arrived, before those that were requested after them.
-__device__ inline void reduce_subtile(const Params& params, const WorkItem& work,
-                                      SharedMemoryPlan& smem, const CombineSmem& combine_smem,
-                                      bool is_followed) {
-  if (is_followed) {
-    cp_async_wait_group<3>();
-  } else {
-    cp_async_wait_group<1>();
-  }
-  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
   combine_rows(params, work, combine_smem);
-  if (is_followed) {
-    cp_async_wait_group<2>();
-  } else {
-    cp_async_wait_group<0>();
-  }
+  cp_async_wait_group<0>();
   named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
   const int num_groups = ceil_div(combine_smem.num_frags, kFragsPerStep);
   combine_frags(params, work, smem, combine_smem,
                 max(__clz(num_groups * 2 - 1) - __clz(kPvWarps), 0));
-}
-
-__device__ inline void combine_subtiles(const Params& params, const WorkItem& work,
-                                        SharedMemoryPlan& smem, const CombineSmem& combine_smem) {
-  const PartialSlots slots(params, work);
-  semaphore_wait(params, work, {-1});
-  if (combine_smem.num_frags <= 0) return;
-  load_subtile(params, work, slots, combine_smem);
-  reduce_subtile(params, work, smem, combine_smem, false);
 }

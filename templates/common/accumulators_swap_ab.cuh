@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include "combine/reduce_group.cuh"
 #include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
@@ -33,15 +32,6 @@ __device__ inline int dim_of(int warp, int i) {
 // Dim of component `c` of float4 `i`.
 __device__ inline int element_dim(int warp, int i, int c) {
   return dim_of(warp, i) + c / 2 * (kWarpgroups == 1 ? 8 : 1);
-}
-
-// Rank of a warp in its half of the accumulators, which has two warps of each warpgroup, and the
-// inverse.
-__device__ inline int rank_in_half(int warp) {
-  return kWarpgroups == 1 ? warp % 2 : warp / 4 * 2 + warp % 2;
-}
-__device__ inline int warp_at(int half, int rank) {
-  return kWarpgroups == 1 ? half * 2 + rank : rank / 2 * 4 + half * 2 + rank % 2;
 }
 
 // Row `r` of this thread, the same in all warps. Lanes that are equal modulo 4 hold the same rows.
@@ -83,14 +73,11 @@ __device__ inline float4 weighted(float4 value, const float (&weights)[kRowsPerT
   return weighted(value, weights[i % kRowGroups * 2], weights[i % kRowGroups * 2 + 1]);
 }
 
-// Fragment order in memory: first by half of the warps, then by group of eight rows, then by warp.
+// Fragment order in memory: by group of eight rows, then by warp.
 constexpr int kRowsPerGroup = 8;
-constexpr int kFragsPerRowGroup = kPvWarps / 2 * kDimTiles;
-constexpr int kHalfFrags = kRowGroups * kFragsPerRowGroup;
+constexpr int kFragsPerRowGroup = kPvWarps * kDimTiles;
 
-__device__ inline int first_frag_of_warp(int warp) {
-  return half_of_warp(warp) * kHalfFrags + rank_in_half(warp) * kDimTiles;
-}
+__device__ inline int first_frag_of_warp(int warp) { return warp * kDimTiles; }
 
 // Position of float4 `i` relative to the first fragment of its warp.
 __device__ constexpr int frag_offset(int i) {
@@ -104,7 +91,7 @@ __device__ constexpr int accumulator_in_frag_order(int frag) {
 
 // The warp that holds a fragment, and the index of the fragment among its float4s.
 __device__ inline int warp_of_frag(u32 frag) {
-  return warp_at(frag / kHalfFrags, frag % kFragsPerRowGroup / kDimTiles);
+  return static_cast<int>(frag % kFragsPerRowGroup / kDimTiles);
 }
 __device__ inline int accumulator_of_frag(u32 frag) {
   return frag % kDimTiles * kRowGroups + frag / kFragsPerRowGroup % kRowGroups;

@@ -67,7 +67,7 @@ __device__ inline bool named_barrier_sync_or(NamedBarrier barrier, int threads, 
   return barrier_red_or(static_cast<int>(barrier), threads, value) != 0;
 }
 
-// The barrier `index` places behind one that has several: one for each stage, or for each half.
+// The barrier `index` places behind one that has several: one for each stage.
 __device__ constexpr NamedBarrier operator+(NamedBarrier barrier, int index) {
   return static_cast<NamedBarrier>(static_cast<int>(barrier) + index);
 }

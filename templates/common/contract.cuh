@@ -6,7 +6,6 @@
 
 #include "accumulators.cuh"
 #include "combine/partial.cuh"
-#include "combine/reduce_group.cuh"
 #include "common/barriers.cuh"
 #include "common/mla_sm90_config.cuh"
 #include "common/params.cuh"
@@ -31,9 +30,6 @@ static_assert(kQueryReaders > 0, "each warpgroup that reads Q arrives to release
 static_assert(kLatentTiles * kQueryTileBytes <= sizeof(SharedMemoryPlan::query),
               "Q begins with its latent tiles, and the rope tile follows");
 static_assert(kQueryRopeBytes <= kQueryRopeRowBytes, "a row of the rope tile holds its rope part");
-static_assert(NamedBarrier::PvWarpsSynced < NamedBarrier::PartialsStored &&
-                  static_cast<int>(NamedBarrier::PartialsStored + 1) < 16,
-              "all PV warps have arrived; a ReduceGroup has: two barriers, one for each half");
 
 // shared_memory.cuh: the plan, its pipelines, and what the split reduction may alias.
 static_assert(kIsSame<decltype(SharedMemoryPlan::scheduler_storage), SchedulerStorage>,
@@ -79,13 +75,12 @@ static_assert(kIsSame<decltype(frag_rows), FragRows(u32)>, "the two rows of a fr
 
 // thread_rows.cuh and store_rows.cuh: softmax states of a thread's rows; stores of rows.
 static_assert(kNumScales == 1 || kNumScales == 2, "fp16 scales of a row of partial O");
-static_assert(kIsSame<decltype(compute_fp16_scales),
-                      void(SharedMemoryPlan&, const ReduceGroup&, const Accumulators&,
-                           const ThreadRows&, float (&)[kRowsPerThread])> &&
-                  kIsSame<decltype(store_partial_states),
-                          void(PartialState*, const ReduceGroup&, const ThreadRows&,
-                               const float (&)[kRowsPerThread])>,
-              "a split: fp16 scales of its rows, and their states");
+static_assert(
+    kIsSame<decltype(compute_fp16_scales), void(SharedMemoryPlan&, const Accumulators&,
+                                                const ThreadRows&, float (&)[kRowsPerThread])> &&
+        kIsSame<decltype(store_partial_states),
+                void(PartialState*, const ThreadRows&, const float (&)[kRowsPerThread])>,
+    "a split: fp16 scales of its rows, and their states");
 static_assert(kIsSame<decltype(store_rows), void(const Params&, const WorkItem&, SharedMemoryPlan&,
                                                  const Accumulators&, const ThreadRows&)>,
-              "final rows of O and their LSE");
+              "final rows of O");

@@ -50,6 +50,7 @@ __device__ inline void load_q_async(const Params& params, const WorkCoord& coord
                      latent + tile * kTileRowBytes, bytes);
     }
     begin_row(row, is_row, query, lane);
+    if constexpr (kQueryRopeBytes == 0) continue;
     if (kQueryRopeBytes < kTileRowBytes && lane >= kQueryRopeBytes / kChunkBytes) continue;
     const unsigned char* rope = params.query_rope + query * params.query_rope_stride +
                                 head * params.query_rope_head_stride + lane * kChunkBytes;

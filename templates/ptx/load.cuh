@@ -60,6 +60,12 @@ __device__ inline void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
 
+// prefetch.global.L2::evict_last
+// Prefetches the cache line of an address into L2, which evicts it after others.
+__device__ inline void prefetch_l2_evict_last(const void* address) {
+  asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(address) : "memory");
+}
+
 // createpolicy.fractional.L2::evict_first.b64
 // L2 evicts such lines before others.
 __device__ inline u64 createpolicy_evict_first() {

@@ -96,7 +96,7 @@ __device__ inline void prefetch_pools(const PoolParams& params, const WorkCoord&
   const PooledIndices indices = pooled_indices(params, coord.seq_idx);
   const int end = (coord.first_kv_block + coord.num_kv_blocks) * kBlockN;
   const int token = coord.first_kv_block * kBlockN + lane_index() * kIdsPerCacheLine;
-  if (token < min(end, coord.kv_end)) prefetch_l2(indices.address_of(token));
+  if (token < min(end, coord.kv_end)) prefetch_l2_evict_last(indices.address_of(token));
 }
 
 // Called by one warp, if the CTA has a range. Prefetches the first block-table entries, or top-k
@@ -112,7 +112,8 @@ __device__ inline void prefetch_block_table(const Params& params,
   // The range may begin in a later sequence: never prefetches past the end of the row.
   const u32 token = static_cast<u32>(max(kv_block, 0)) * kBlockN;
   const u32 index = token / kTokensPerId + cache_line * kIdsPerCacheLine;
-  if (index < static_cast<u32>(row.num_pages)) prefetch_l2(params.block_tables + row.start + index);
+  if (index < static_cast<u32>(row.num_pages))
+    prefetch_l2_evict_last(params.block_tables + row.start + index);
 }
 
 // Called by all threads.
@@ -168,19 +169,36 @@ __device__ inline WorkCoord find_initial_work(const Params& params,
   return first_work;
 }
 
+// Lengths of the sequences from `first` on. A template: not all kernels have all of them.
+template <typename KernelParams>
+__device__ inline void prefetch_seq_lens(const KernelParams& params, int first) {
+  if (first >= params.num_seqs) return;
+  if constexpr (kHasTwoPools) {
+    prefetch_l2_evict_last(params.topk_length + first);
+    if (params.extra_topk_length != nullptr) {
+      prefetch_l2_evict_last(params.extra_topk_length + first);
+    }
+  } else if constexpr (!kIsSparse) {
+    prefetch_l2_evict_last(params.seq_lens + first);
+  } else if (params.topk_length != nullptr) {
+    prefetch_l2_evict_last(params.topk_length + first);
+  }
+}
+
 // Called by whole warps that have no work left: load_cached_schedule is the first access of the
-// next launch.
+// next launch. The weights of a layer lie between, so L2 evicts these lines last.
 __device__ inline void prefetch_sched_meta(const Params& params) {
   constexpr int kWordsPerCacheLine = 128 / sizeof(int);
   if (params.schedule_id == 0) return;
   const SchedMetaCache& cache = sched_meta_cache(params);
   const int lane = lane_index();
+  prefetch_seq_lens(params, lane * kWordsPerCacheLine);
   constexpr bool kHasTwoLines = kSchedMetaBytes > 128;
   const int meta_line = kHasTwoLines ? kWarpLanes - 1 - lane : 0;
   const bool is_cta_meta = lane == kWarpLanes - 1 || (kHasTwoLines && meta_line == 1);
   if (!is_cta_meta && lane * kWordsPerCacheLine >= params.num_seqs + 2) return;
   const int* cta_meta = reinterpret_cast<const int*>(&cache.ctas[blockIdx.x]);
-  prefetch_l2(is_cta_meta ? cta_meta + meta_line * kWordsPerCacheLine
-                          : &cache.schedule_id + lane * kWordsPerCacheLine);
+  prefetch_l2_evict_last(is_cta_meta ? cta_meta + meta_line * kWordsPerCacheLine
+                                     : &cache.schedule_id + lane * kWordsPerCacheLine);
 }
 static_assert((2 + kMaxCachedSeqs) / (128 / sizeof(int)) < kWarpLanes, "a lane per cache line");

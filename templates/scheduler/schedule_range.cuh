@@ -19,8 +19,8 @@
 struct ScheduleRange {
   int total_blocks;  // of the linearized KV-block space
   int num_ranges;  // in use
-  // In reverse order of CTA groups, so a pairwise combine waits for a CTA scheduled before it. With
-  // more splits CTAs wait for each other, which the co-resident grid makes safe.
+  // In reverse order of CTA groups, so the only reducer of two splits waits for a CTA scheduled
+  // before it. Several reducers wait for each other, which the co-resident grid makes safe.
   int index;
   int fixed_overhead_blocks;
   int begin;
@@ -183,7 +183,7 @@ struct WorkSplits {
   // The first `num_reducers` splits reduce a subtile each. The last split does so only if its CTA
   // has no work item after it.
   int num_reducers;
-  int subtile_frags;  // with more than two splits
+  int subtile_frags;
   int split_idx;
   union {
     int first_cta;  // of split 0, which is the last of its range

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "combine/reduce_group.cuh"
+#include "combine/subtile_frags.cuh"
 #include "common/block_table.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"

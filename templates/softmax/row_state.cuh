@@ -62,19 +62,6 @@ __device__ inline float weight_of(const RowState& part, float row_max) {
   return ex2_approx(part.row_max - row_max);
 }
 
-// Weights of parts; returns their row sum.
-template <int kCount>
-__device__ inline float weigh(const RowState (&states)[kCount], float row_max,
-                              float (&weights)[kCount]) {
-  float row_sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    weights[i] = weight_of(states[i], row_max);
-    row_sum += states[i].row_sum * weights[i];
-  }
-  return row_sum;
-}
-
 // Four adjacent dims of a row of partial O, as a sum of parts.
 struct RowPart {
   RowState state = kEmptyRow;

@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include "accumulators.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "shared_memory.cuh"
@@ -17,14 +16,7 @@ struct ThreadRows {
   SharedMemoryPlan& smem;
   int stage;  // of the work pipeline
 
-  // State of row `r` of this thread.
-  __device__ RowState operator[](int r) const { return state(row_of(r)); }
-
   __device__ RowState state(int row) const {
     return {smem.row_max[stage][row], smem.row_sum[stage][row]};
-  }
-  __device__ void set_state(int row, RowState state) {
-    smem.row_max[stage][row] = state.row_max;
-    smem.row_sum[stage][row] = state.row_sum;
   }
 };

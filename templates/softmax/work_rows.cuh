@@ -4,6 +4,7 @@
 
 #include "common/params.cuh"
 #include "common/types.cuh"
+#include "config.cuh"
 #include "ptx/arithmetic.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "softmax/row_state.cuh"
@@ -32,9 +33,11 @@ __device__ inline i64 global_row(const Params& params, const WorkItem& work, int
 
 // Minus infinity without sinks, and for a row that does not exist.
 __device__ inline float sink_of(const Params& params, const WorkItem& work, int row) {
-  return params.sinks == nullptr || row >= work.rows
-             ? -kInfinity
-             : params.sinks[static_cast<u32>(work.first_row + row) % params.heads];
+  if (params.sinks == nullptr || row >= work.rows) return -kInfinity;
+  const u32 packed_row = work.first_row + row;
+  const u32 heads = params.heads;
+  // A sequence of top-k indices has one query token; the branch avoids an integer division.
+  return params.sinks[kIsSparse || packed_row < heads ? packed_row : packed_row % heads];
 }
 
 // The LSE is in the base of the call.

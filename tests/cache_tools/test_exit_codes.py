@@ -105,7 +105,7 @@ BAD_USAGE = {
     "bench --filter (": "filter: expected a regular expression, got (",
     "bench --filter none": "filter: expected a regular expression that matches a name such as '",
     "bench --from-json nowhere": "from-json: expected a file of mlagen bench --json, got none: no",
-    "bench --mode hot": "mode: expected one of fresh, sustained, model, got hot",
+    "bench --mode hot": "mode: expected one of fresh, sustained, model, layer, got hot",
     "bench --compare cutlass": "compare: expected one of flashinfer, flashmla, fa3, hpc, triton, ",
     "bench --libraries site": "libraries: expected --compare with it, got site",
     "bench --suite full --heads 8": "suite: expected no case option with it, got full",

@@ -76,6 +76,7 @@ static void griddepcontrol_wait() { fibers[current].has_waited = true; }
 static void griddepcontrol_launch_dependents() {}
 static void prefetch_tensormap(const void*) {}
 static void prefetch_l2(const void*) {}
+static void prefetch_l2_evict_last(const void*) {}
 template <int>
 static void setmaxnreg_dec() {}
 template <int>

@@ -5,7 +5,6 @@
 
 #include "accumulators.cuh"
 #include "combine/partial.cuh"
-#include "combine/reduce_group.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
 #include "common/types.cuh"
@@ -43,19 +42,33 @@ __device__ inline void compute_row_factors(const Params& params, const WorkItem&
   }
 }
 
-__device__ inline void compute_fp16_scales(SharedMemoryPlan& smem, const ReduceGroup& reduce_group,
-                                           const Accumulators& accumulators, const ThreadRows&,
-                                           float (&scales)[kRowsPerThread]) {
-  row_amax(smem, reduce_group, accumulators, scales);
+__device__ inline void compute_fp16_scales(SharedMemoryPlan& smem, const Accumulators& accumulators,
+                                           const ThreadRows&, float (&scales)[kRowsPerThread]) {
+  row_amax(smem, accumulators, scales);
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) scales[r] = fp16_scale(scales[r]);
 }
 
-__device__ inline void store_partial_states(PartialState* target, const ReduceGroup& reduce_group,
-                                            const ThreadRows& rows,
+// Of a pairwise combine.
+struct RowPairs {
+  PairWeights weights[kRowsPerThread];
+
+  __device__ RowPairs(const Params&, const WorkItem&, const CombineSmem&,
+                      const PartialState* others, ThreadRows& rows) {
+    const int scale = scale_of_warp(reload_warp());
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      weights[r] = combine_pair_states(rows[r], others + row_of(r), scale);
+    }
+  }
+
+  __device__ PairWeights operator[](int r) const { return weights[r]; }
+};
+
+__device__ inline void store_partial_states(PartialState* target, const ThreadRows& rows,
                                             const float (&scales)[kRowsPerThread]) {
-  const bool writes_state = is_row_writer(reduce_group.thread_idx());
-  const bool writes_scale = is_scale_writer(reduce_group.thread_idx());
+  const bool writes_state = is_row_writer(reload_tid());
+  const bool writes_scale = is_scale_writer(reload_tid());
   const int scale = scale_of_warp(reload_warp());
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "combine/partial.cuh"
+#include "combine/row_scale.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
@@ -18,6 +18,7 @@
 #include "shared_memory.cuh"
 #include "softmax.cuh"
 #include "softmax/online_softmax.cuh"
+#include "softmax/row_state.cuh"
 #include "softmax/scores.cuh"
 
 constexpr int kTileSteps = kTileRowBytes / kStepElements;
@@ -200,17 +201,22 @@ struct QkWarpgroup {
     if (reload_tid() % 128 == 0) arrive(smem.query_empty);
   }
 
-  // Publishes row max and row sum of the work item to the PV warpgroups.
-  __device__ void publish_row_state(int stage) const {
+  // Publishes row max, row sum and scale of the rows of the work item to the PV warpgroups. Of the
+  // four lanes that share two rows, each of the first two stores one.
+  __device__ void publish_row_state(const Params& params) const {
     if (!has_rows()) return;
-#pragma unroll
-    for (int r = 0; r < kScoreRows; ++r) {
-      const float row_sum = quad_reduce_sum(softmax.row_sum[r]);
-      if (reload_lane() % 4 != 0) continue;
-      smem.row_max[stage][score_row(r)] = softmax.row_max[r];
-      smem.row_sum[stage][score_row(r)] = row_sum;
+    const int stage = work_slot(work.work_idx);
+    const float row_sums[kScoreRows] = {quad_reduce_sum(softmax.row_sum[0]),
+                                        quad_reduce_sum(softmax.row_sum[1])};
+    const int r = reload_lane() % 4;
+    if (r < kScoreRows) {
+      const RowState state = {r == 0 ? softmax.row_max[0] : softmax.row_max[1],
+                              r == 0 ? row_sums[0] : row_sums[1]};
+      const int row = score_row(r);
+      smem.row_max[stage][row] = state.row_max;
+      smem.row_sum[stage][row] = state.row_sum;
       // |O| <= l * max |V|.
-      smem.row_scale[stage][score_row(r)] = fp16_scale(row_sum * kMaxE4m3);
+      smem.row_scale[stage][row] = row_scale_of(params, work, row, state, state.row_sum * kMaxE4m3);
     }
     __syncwarp();
     if (reload_lane() == 0) arrive(smem.row_state_full[stage]);
@@ -225,6 +231,6 @@ __device__ inline void qk_loop(const Params& params, SharedMemoryPlan& smem) {
     wait_query(smem, work_idx);
     QkWarpgroup qk_warpgroup(smem, work, pipe);
     qk_warpgroup.process_work();
-    qk_warpgroup.publish_row_state(work_slot(work.work_idx));
+    qk_warpgroup.publish_row_state(params);
   });
 }

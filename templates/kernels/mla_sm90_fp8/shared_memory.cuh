@@ -21,7 +21,7 @@ struct SharedMemoryPlan {
   float alpha[kStages][kBlockM];  // alpha of the KV block, for O
   float row_max[2][kBlockM];  // of a whole work item, log2 domain
   float row_sum[2][kBlockM];
-  // fp16 scale of partial O; aligned because rows are read in pairs.
+  // Of O as the epilogue stores it; aligned because rows are read in pairs.
   alignas(sizeof(float2)) float row_scale[2][kBlockM];
   u32 rescale_flags[kStages];  // a byte per QK warp: whether any alpha of its rows is not 1
   WorkItem work_items[2];

@@ -6,6 +6,7 @@
 #include "combine/epilogue.cuh"
 #include "combine/fixed_splits.cuh"
 #include "combine/partial.cuh"
+#include "combine/row_scale.cuh"
 #include "common/barriers.cuh"
 #include "common/fp8.cuh"
 #include "common/params.cuh"
@@ -21,6 +22,7 @@
 #include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
+#include "softmax/row_state.cuh"
 #include "thread_rows.cuh"
 #include "v_scales.cuh"
 
@@ -56,8 +58,11 @@ struct RowSum {
     row_sum *= smem.alpha[stage][row()];
   }
 
-  // Reduces over the threads of a row, and publishes row sum and fp16 scale.
-  __device__ void publish(SharedMemoryPlan& smem, int stage) const {
+  // Reduces over the threads of a row, of which one publishes row sum and scale. With the softmax
+  // in this warpgroup, it has stored the row max.
+  __device__ void publish(const Params& params, const WorkItem& work,
+                          SharedMemoryPlan& smem) const {
+    const int stage = work_slot(work.work_idx);
     float sum = row_sum;
 #pragma unroll
     for (int lanes = 1; lanes < kThreadsPerRow; lanes *= 2) {
@@ -67,7 +72,8 @@ struct RowSum {
     smem.row_sum[stage][row()] = sum;
     // |O| <= l * max |V|.
     const float amax = sum * inverse_of_pow2(last_shared_scale(smem, stage)) * kMaxV;
-    smem.row_scale[stage][row()] = fp16_scale(amax);
+    const RowState state = {smem.row_max[stage][row()], sum};
+    smem.row_scale[stage][row()] = row_scale_of(params, work, row(), state, amax);
   }
 };
 
@@ -244,7 +250,7 @@ __device__ inline void pv_loop(const Params& params, const WorkCoord& first_work
         PvWarpgroup pv_warpgroup(smem, work, blocks_done);
         pv_warpgroup.process_work(params, blocks_done);
         finish_row_max(smem, work);
-        pv_warpgroup.row_sum.publish(smem, work_slot(work.work_idx));
+        pv_warpgroup.row_sum.publish(params, work, smem);
         // All row sums are published, and a NaN/Inf that either PV warpgroup found counts for both.
         named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
         ThreadRows rows{smem, work_slot(work.work_idx)};

@@ -189,8 +189,12 @@ __device__ inline bool finish_softmax(const Params& params, SharedMemoryPlan& sm
 }
 
 // Publishes the row max of a work item, lowered by the log2 of the shared scale, since O and l
-// carry that factor.
+// carry that factor. The combine of a batch-invariant kernel takes the place of Q, for which the PV
+// warps of a work item without KV blocks have not waited: the QK warps are done with it now.
 __device__ inline void finish_row_max(SharedMemoryPlan& smem, const WorkItem& work) {
+  if constexpr (kBatchInvariant) {
+    wait(smem.row_state_full[work_slot(work.work_idx)], work_phase(work.work_idx));
+  }
   const RowQuarter thread;
   if (__any_sync(~0u, work.num_kv_blocks == 0)) {
     if (thread.is_first()) smem.shared_scale = kInitialSharedScale;

@@ -58,5 +58,6 @@ __device__ inline void qk_loop(const Params&, SharedMemoryPlan& smem) {
     }
     QkWarpgroup qk_warpgroup{smem, blocks_done};
     qk_warpgroup.process_work(work.num_kv_blocks);
+    if (kBatchInvariant && reload_lane() == 0) arrive(smem.row_state_full[work_slot(work_idx)]);
   });
 }

@@ -51,7 +51,7 @@ struct SharedMemoryPlan {
   float block_scale[kStages];  // `shared_scale` as of the KV block
   float row_max[2][kBlockM];  // of a whole work item
   float row_sum[2][kBlockM];
-  // fp16 scale of partial O; aligned because rows are read in pairs.
+  // Of O as the epilogue stores it; aligned because rows are read in pairs.
   alignas(sizeof(float2)) float row_scale[2][kBlockM];
   float row_shared_scale[2];  // `shared_scale` as of a whole work item, a factor of O and l
   InvalidMask invalid_mask[kStages];

@@ -218,6 +218,12 @@ __device__ inline void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
 
+// prefetch.global.L2::evict_last
+// Prefetches the cache line of an address into L2, which evicts it after others.
+__device__ inline void prefetch_l2_evict_last(const void* address) {
+  asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(address) : "memory");
+}
+
 // createpolicy.fractional.L2::evict_first.b64
 // L2 evicts such lines before others.
 __device__ inline u64 createpolicy_evict_first() {
@@ -370,19 +376,6 @@ __device__ inline float max_of(const RowState (&states)[kCount]) {
 // Weight of a part in a row whose max is `row_max`.
 __device__ inline float weight_of(const RowState& part, float row_max) {
   return ex2_approx(part.row_max - row_max);
-}
-
-// Weights of parts; returns their row sum.
-template <int kCount>
-__device__ inline float weigh(const RowState (&states)[kCount], float row_max,
-                              float (&weights)[kCount]) {
-  float row_sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    weights[i] = weight_of(states[i], row_max);
-    row_sum += states[i].row_sum * weights[i];
-  }
-  return row_sum;
 }
 
 // Four adjacent dims of a row of partial O, as a sum of parts.

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "accumulators.cuh"
-#include "combine/reduce_group.cuh"
 #include "common/registers.cuh"
 #include "config.cuh"
 #include "shared_memory.cuh"
@@ -12,8 +11,8 @@
 
 // amax of the finite elements of each row, by four independent chains: each max depends on the one
 // before it in its chain.
-__device__ inline void row_amax(SharedMemoryPlan&, const ReduceGroup&,
-                                const Accumulators& accumulators, float (&amax)[kRowsPerThread]) {
+__device__ inline void row_amax(SharedMemoryPlan&, const Accumulators& accumulators,
+                                float (&amax)[kRowsPerThread]) {
   constexpr int kChains = 4;
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "accumulators.cuh"
-#include "combine/reduce_group.cuh"
+#include "common/barriers.cuh"
 #include "common/registers.cuh"
 #include "config.cuh"
 #include "shared_memory.cuh"
@@ -30,23 +30,22 @@ __device__ inline void store_amax(SharedMemoryPlan& smem, const Accumulators& ac
   }
 }
 
-// Whether a thread of a ReduceGroup writes the state, or the scale, of its rows. All warps hold the
-// same rows, so the first four threads of the group do.
+// Whether a thread writes the state, or the scale, of its rows. All warps hold the same rows, so
+// the first four threads do.
 __device__ inline bool is_row_writer(int thread) { return thread < 4; }
 __device__ inline bool is_scale_writer(int thread) { return thread < 4; }
 
-// amax of the finite elements of each row, over all warps of the ReduceGroup.
-__device__ inline void row_amax(SharedMemoryPlan& smem, const ReduceGroup& reduce_group,
-                                const Accumulators& accumulators, float (&amax)[kRowsPerThread]) {
+// amax of the finite elements of each row, over all warps.
+__device__ inline void row_amax(SharedMemoryPlan& smem, const Accumulators& accumulators,
+                                float (&amax)[kRowsPerThread]) {
   store_amax(smem, accumulators);
-  reduce_group.sync();
+  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
     amax[r] = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < kPvWarps; ++warp) {
-      const float found = amax_smem(smem, warp)[row_of(r)];
-      if (reduce_group.has_warp(warp)) amax[r] = fmaxf(amax[r], found);
+      amax[r] = fmaxf(amax[r], amax_smem(smem, warp)[row_of(r)]);
     }
   }
 }
