@@ -37,7 +37,7 @@ _schedule_ids = itertools.count(1)
 _lock = threading.Lock()
 
 
-def semaphores_of(device: int, workspace: int, schedule_id: int = 0) -> int:
+def semaphores_of(device: int, workspace: int, schedule_id: int) -> int:
     """Return the address of a workspace's semaphores, one per SM, and scheduler metadata."""
     key = device, workspace, schedule_id % _SCHEDULES
     return _regions.get(key) or _take_region(key)

@@ -46,9 +46,9 @@ def capture(monkeypatch: Patch) -> None:
 @pytest.mark.usefixtures("slabs")
 def test_a_workspace_keeps_its_semaphores() -> None:
     """CUDA graphs hold the address, so every call returns the same one."""
-    first = semaphores_of(0, WORKSPACE)
-    semaphores_of(0, WORKSPACE + 1)
-    assert semaphores_of(0, WORKSPACE) == first
+    first = semaphores_of(0, WORKSPACE, 0)
+    semaphores_of(0, WORKSPACE + 1, 0)
+    assert semaphores_of(0, WORKSPACE, 0) == first
 
 
 @pytest.mark.usefixtures("slabs")
@@ -57,14 +57,16 @@ def test_schedules_that_alternate_have_separate_metadata() -> None:
     found = [semaphores_of(0, WORKSPACE, schedule_id) for schedule_id in range(7, 15)]
     assert len(set(found)) == 4
     assert found[4:] == found[:4]
-    assert semaphores_of(0, WORKSPACE) == semaphores_of(0, WORKSPACE, 8)
+    assert semaphores_of(0, WORKSPACE, 0) == semaphores_of(0, WORKSPACE, 8)
 
 
 @pytest.mark.parametrize(("device", "sm_count"), [(0, 132), (1, 78)])
 @pytest.mark.usefixtures("slabs")
 def test_workspaces_share_no_semaphore(device: int, sm_count: int) -> None:
     """Each has zeroed memory for a semaphore and the scheduler metadata of every SM."""
-    addresses = [semaphores_of(device, WORKSPACE + index) for index in range(semaphores._REGIONS)]
+    addresses = [
+        semaphores_of(device, WORKSPACE + index, 0) for index in range(semaphores._REGIONS)
+    ]
     (slab,) = semaphores._slabs
     ordered = sorted(addresses)
     steps = {later - earlier for earlier, later in pairwise(ordered)}
@@ -77,7 +79,7 @@ def test_workspaces_share_no_semaphore(device: int, sm_count: int) -> None:
 
 def test_gpus_have_separate_semaphores(slabs: list[int]) -> None:
     """The same workspace address on another GPU has semaphores of its own."""
-    first, second = semaphores_of(0, WORKSPACE), semaphores_of(1, WORKSPACE)
+    first, second = semaphores_of(0, WORKSPACE, 0), semaphores_of(1, WORKSPACE, 0)
     assert first != second
     assert slabs == [0, 1]
 
@@ -86,7 +88,7 @@ def test_a_call_in_a_capture_allocates_nothing(slabs: list[int], monkeypatch: Pa
     """The semaphores reserved by loading a kernel suffice for many new workspaces."""
     reserve_semaphores(0)
     capture(monkeypatch)
-    found = {semaphores_of(0, WORKSPACE + index) for index in range(semaphores._REGIONS)}
+    found = {semaphores_of(0, WORKSPACE + index, 0) for index in range(semaphores._REGIONS)}
     assert len(found) == semaphores._REGIONS
     assert slabs == [0]
 
@@ -97,7 +99,7 @@ def test_semaphores_are_reserved_for_several_workspaces(
     """Each with all schedules. Fewer free regions do not suffice, and stay in use."""
     in_use = semaphores._REGIONS - 8
     for index in range(in_use):
-        semaphores_of(0, WORKSPACE + index)
+        semaphores_of(0, WORKSPACE + index, 0)
     reserve_semaphores(0, workspaces=2)
     assert slabs == [0]
     workspaces = 3 + semaphores._REGIONS // 4
@@ -116,11 +118,11 @@ def test_running_out_in_a_capture_is_rejected(slabs: list[int], monkeypatch: Pat
     """The message has the remedy; a workspace with semaphores has them for every schedule."""
     found = semaphores_of(0, WORKSPACE, 2)
     for index in range(1, semaphores._REGIONS):
-        semaphores_of(0, WORKSPACE + index)
+        semaphores_of(0, WORKSPACE + index, 0)
     capture(monkeypatch)
 
     with pytest.raises(CaptureError) as caught:
-        semaphores_of(0, WORKSPACE - 1)
+        semaphores_of(0, WORKSPACE - 1, 0)
 
     assert str(caught.value) == (
         "workspace_buffer: expected one with semaphores, got one without while a CUDA graph is "
