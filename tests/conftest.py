@@ -33,6 +33,23 @@ pytest.register_assert_rewrite(
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the number of orders in which an emulated kernel runs."""
+    parser.addoption(
+        "--orders",
+        type=int,
+        default=2,
+        metavar="N",
+        help="Orders of warps, CTAs and copies in which each case of an emulated kernel runs.",
+    )
+
+
+@pytest.fixture
+def orders(request: pytest.FixtureRequest) -> range:
+    """Return the seeds of the orders in which warps, CTAs and copies come."""
+    return range(request.config.getoption("--orders"))
+
+
 def _wants_gpu(config: pytest.Config) -> bool:
     return bool(config.getoption("markexpr") == "gpu")
 

@@ -146,10 +146,12 @@ def test_edge_cases_are_right_in_the_largest_tile(case: Dsv4Case, decoded: Decod
 
 
 @pytest.mark.parametrize("given", SPLITS, ids=lambda given: given.case.name)
-def test_splits_and_cta_groups_are_right(given: Emulated[Dsv4Case], decoded: Decode) -> None:
+def test_splits_and_cta_groups_are_right(
+    given: Emulated[Dsv4Case], decoded: Decode, orders: range
+) -> None:
     """Of every tile, in whatever order warps and CTAs come."""
     problem = given.case.build("cpu")
-    for seed in range(2):
+    for seed in orders:
         problem.check(*decoded(problem, given.sm_count, seed))
 
 

@@ -522,22 +522,22 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Decode:
 
 @pytest.mark.parametrize("given", CASES, ids=lambda given: given.case.name)
 def test_a_kernel_is_right_in_whatever_order_warps_and_copies_come(
-    given: Emulated[GqaCase], decoded: Decode
+    given: Emulated[GqaCase], decoded: Decode, orders: range
 ) -> None:
     """Within the tolerance of float64; counters are zero again, and nothing is left under way."""
     problem = given.case.build("cpu")
-    for seed in range(2):
+    for seed in orders:
         problem.check(*decoded(problem, given.sm_count, seed))
 
 
 @pytest.mark.parametrize("given", TOGETHER, ids=lambda given: given.case.name)
 def test_a_block_of_several_heads_is_right_too(
-    given: Emulated[GqaCase], decoded: Decode, monkeypatch: pytest.MonkeyPatch
+    given: Emulated[GqaCase], decoded: Decode, orders: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many as there are kernels for, though there is too little work for them."""
     problem = given.case.build("cpu")
     with max_kv_heads_per_cta(monkeypatch):
-        for seed in range(2):
+        for seed in orders:
             problem.check(*decoded(problem, given.sm_count, seed))
 
 
@@ -588,11 +588,13 @@ def test_bits_of_other_kernels_depend_on_the_batch(decoded: Decode) -> None:
 
 
 @pytest.mark.parametrize("sm80_on", [None, SM_80], ids=["sm90", "sm80"])
-def test_what_servers_pass_is_right_too(sm80_on: Arch | None, decoded: Decode) -> None:
+def test_what_servers_pass_is_right_too(
+    sm80_on: Arch | None, decoded: Decode, orders: range
+) -> None:
     """Ranks of decode context parallel, and block tables of values."""
     for given in SERVER_CASES if sm80_on is None else SM80_SERVER_CASES:
         problem = given.case.build("cpu")
-        for seed in range(2):
+        for seed in orders:
             result = decoded(
                 problem, given.sm_count, seed, decode=trtllm_gqa_with_lse, sm80_on=sm80_on
             )
@@ -760,11 +762,11 @@ def test_scales_of_nvfp4_may_lie_in_the_pages(head_dim: int, decoded: Decode) ->
 
 @pytest.mark.parametrize("given", SM80_CASES, ids=lambda given: given.case.name)
 def test_an_sm80_kernel_is_right_in_whatever_order_warps_come(
-    given: Emulated[GqaCase], decoded: Decode
+    given: Emulated[GqaCase], decoded: Decode, orders: range
 ) -> None:
     """Within the tolerance of float64, and no copy is read before its thread has waited for it."""
     problem = given.case.build("cpu")
-    for seed in range(2):
+    for seed in orders:
         arch = SM_90A if given.has_cvt_e4m3 else SM_80
         problem.check(*decoded(problem, given.sm_count, seed, sm80_on=arch))
 

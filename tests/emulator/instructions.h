@@ -173,7 +173,11 @@ static void mbarrier_arrive_expect_tx(u32 address, u32 more) {
   --barrier.pending;
   complete(barrier);
 }
-static bool elect_sync() { return lane() == kLanes - 1; }  // any, but one
+// Any lane, but one. Lanes wait for each other.
+static bool elect_sync() {
+  meet();
+  return lane() == kLanes - 1;
+}
 static void mbarrier_arrive(u32 address) { mbarrier_arrive_expect_tx(address, 0); }
 static void mbarrier_arrive_after(u32 address, u32) { mbarrier_arrive(address); }
 static void mbarrier_wait(u32 address, u32 parity) {
