@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -20,14 +21,19 @@ def test_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_applies_and_its_tests_exist(mutant: Mutant) -> None:
-    """Its text is in its file once, it changes something, and a function has each test's name."""
+def test_a_mutant_applies(mutant: Mutant) -> None:
+    """Its text is in its file once, it changes something, and it has a test."""
     text = (ROOT / mutant.file).read_text(encoding="utf-8")
 
     assert mutant.applied(text) != text
     assert mutant.tests
-    for test in mutant.tests:
-        file, _, name = test.partition("::")
-        function = re.split(r"::|\[", name.removesuffix("]"), maxsplit=2)
-        source = (ROOT / file).read_text(encoding="utf-8")
-        assert any(f"def {part}(" in source for part in function if part.startswith("test_"))
+
+
+def test_the_tests_of_all_mutants_exist() -> None:
+    """Pytest finds each by its id; it exits with another status if it lacks one."""
+    tests = sorted({test for mutant in MUTANTS for test in mutant.tests})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *tests]
+
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert found.returncode == 0, found.stdout
