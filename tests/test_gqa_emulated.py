@@ -410,7 +410,7 @@ INVARIANT_CASES = [
 _MASKED: dict[str, Any] = {"mask": "random", "window": 40}
 _RAGGED: dict[str, Any] = {"seq_lens": (70, 50, 0, 33), "q_lens": (5, 0, 2, 3)}
 SM80_CASES = [
-    given("ragged lengths", seq_lens=(100, 17, 0), kv_heads=1),
+    given("ragged lengths", seq_lens=(100, 17, 0), kv_heads=1, page_size=24),
     given("splits", 16, seq_lens=(300, 40, 0), kv_heads=1, group=2, sink=2.0),
     given("ragged queries", group=4, head_dim=64, dtype=FP16, layout="HND", **_RAGGED),
     given(
