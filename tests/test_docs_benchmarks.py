@@ -110,10 +110,8 @@ def _measured_modes(document: Mapping[str, Any]) -> list[str]:
 
 def _by_baseline(document: Mapping[str, Any]) -> str:
     """Return the ratios to each baseline, fresh and, if measured, sustained."""
-    parts, states = (
-        [],
-        [mode for mode in _measured_modes(document) if mode in ("fresh", "sustained")],
-    )
+    parts = []
+    states = [mode for mode in _measured_modes(document) if mode in ("fresh", "sustained")]
     for name in _measured_baselines(document):
         means = []
         for mode in states:
