@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -13,8 +13,6 @@ from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.runtime import loader, semaphores
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.sm90 import SEMAPHORE_BYTES
-
-_DELAYED_LAUNCHES = 10_000  # per test, with delays
 
 # Word index of the first work item's sequence in the scheduler metadata.
 SEQ_WORD = 20
@@ -57,11 +55,6 @@ def nonzero_semaphore_bytes() -> int:
         misses = regions[:, SEMAPHORE_BYTES + 4 :][:, :4]  # SchedMetaCache::arrivals
         count += int(regions[:, :SEMAPHORE_BYTES].count_nonzero() + misses.count_nonzero())
     return count
-
-
-def delayed_launches(cases: Sequence[object]) -> int:
-    """Return the launches per case that make 10,000 delayed launches in total."""
-    return -(-_DELAYED_LAUNCHES // len(cases))
 
 
 def with_delays(

@@ -13,36 +13,12 @@ from mlagen.runtime.device import arch_of_device
 from mlagen.spec.mla.sm90 import mla_sm90_kernel
 from tests.graph_replay import check_replays
 from tests.problems.dsv4 import DSV4, Dsv4Case, decode_dsv4
-from tests.problems.dsv4_cases import CASES, case
-from tests.problems.dsv4_rows import Pages
+from tests.problems.dsv4_cases import CASES, LONG_CASES, case
 from tests.sm90_tiles import choose_kernel, needs_sm90, smaller_tiles
 from tests.test_dsv4 import TestDsv4
 
 __all__ = ["TestDsv4"]
 
-_POOLS = {"swa": Pages(count=40), "extra": Pages(count=60)}
-LONG_CASES = [
-    case("a prefill chunk", seq_lens=tuple(i % 130 for i in range(1024)), extra_lens=None),
-    case(
-        "many lists of 128 + 512",
-        seq_lens=(128,) * 128,
-        extra_lens=tuple(512 - i for i in range(128)),
-        extra_top_k=512,
-        **_POOLS,
-    ),
-    *(
-        case(
-            f"split lists, {heads} heads",
-            seq_lens=(128, 1, 77, 0),
-            extra_lens=(8192, 5000, 1, 8191),
-            extra_top_k=8192,
-            heads=heads,
-            sinks="random",
-            **_POOLS,
-        )
-        for heads in (8, 16, 64, 128)
-    ),
-]
 # Lengths of both lists, from replay to replay.
 ROUNDS = (
     ((128, 0, 7, 64), (512, 65, 0, 1)),

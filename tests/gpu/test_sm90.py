@@ -17,12 +17,13 @@ from tests.graph_replay import captured
 from tests.launch_repeats import (
     GQA_DELAYS,
     MLA_DELAYS,
-    delayed_launches,
     mismatches,
     nonzero_semaphore_bytes,
     with_delays,
 )
-from tests.problems.entry_points import ENTRY_POINTS, compute, decode_gqa, decode_gqa_with_lse
+from tests.problems.dsv4 import DSV4, Dsv4Case
+from tests.problems.dsv4_cases import LONG_CASES
+from tests.problems.entry_points import ENTRY_POINTS, EntryPoint, compute, decode_gqa_with_lse
 from tests.problems.extremes import (
     SCALE_STEPS,
     assert_zero_rope_changes_nothing,
@@ -43,18 +44,26 @@ class Family(NamedTuple):
     """What the tests need to know of a family's calls."""
 
     calls: Dispatcher
-    run: Callable[[Any], torch.Tensor]
+    entry: EntryPoint
     delays: dict[str, int]
     after: str  # each delay
 
 
-MLA = Family(dispatch.MLA, lambda problem: compute(problem)[0], MLA_DELAYS, "")
-GQA = Family(dispatch.GQA, decode_gqa, GQA_DELAYS, "  __syncwarp();\n")
+FAMILIES: dict[type, Family] = {
+    MlaCase: Family(dispatch.MLA, ENTRY_POINTS["trtllm"], MLA_DELAYS, ""),
+    Dsv4Case: Family(dispatch.MLA, DSV4, MLA_DELAYS, ""),
+    GqaCase: Family(dispatch.GQA, ENTRY_POINTS["xqa_batch"], GQA_DELAYS, "  __syncwarp();\n"),
+}
 
 
-def family_of(problem: Problem) -> Family:
-    """Return the family of a problem."""
-    return GQA if isinstance(problem.case, GqaCase) else MLA
+def launch_of(problem: Any) -> Callable[[], torch.Tensor]:
+    """Return a call of a problem, with the same output each time where the entry point takes it."""
+    case = problem.case
+    if isinstance(case, MlaCase) and not case.has_trtllm_entry_point:
+        return lambda: compute(problem)[0]
+    entry = FAMILIES[type(case)].entry
+    arguments = entry.arguments(problem) | {"out": problem.new_out()}
+    return lambda: entry.function(**arguments)
 
 
 # For every tile: one sequence in many splits, some in a few, and many sequences.
@@ -160,10 +169,18 @@ KERNELS: list[tuple[str, MlaCase | GqaCase]] = [
     *(("mla_sm90_fp8kv", case) for case in FP8KV_CASES),
     *(("gqa_sm90", case) for case in GQA_CASES),
 ]
-REPEATED = [case for _, case in KERNELS if case.dtype is not torch.float16]
-DELAYED = [
-    *(*_MLA, *(replace(c, dtype=E4M3) for c in _MLA), *GQA_CASES),
-    *(*FP8KV_CASES[2::5], *SPARSE_16BIT_CASES[::2]),
+DSV4_CASES = [("two pools", case) for case in LONG_CASES]
+REPEATED = [
+    *((kernel, case) for kernel, case in KERNELS if case.dtype is not torch.float16),
+    *DSV4_CASES,
+]
+DELAYED: list[tuple[str, Any]] = [
+    *(("mla_sm90", case) for case in _MLA),
+    *(("mla_sm90_fp8", replace(case, dtype=E4M3)) for case in _MLA),
+    *(("gqa_sm90", case) for case in GQA_CASES),
+    *(("mla_sm90_fp8kv", case) for case in FP8KV_CASES[2::5]),
+    *(("mla_sm90", case) for case in SPARSE_16BIT_CASES[::2]),
+    *DSV4_CASES,
 ]
 
 
@@ -177,7 +194,7 @@ def _heads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def check_both_kernels(case: MlaCase | GqaCase, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Fail unless the sm90 and the sm80 kernel are right; return their families."""
     problem: Any = case.build("cuda")
-    calls = family_of(problem).calls
+    calls = FAMILIES[type(case)].calls
     families = []
     for kernel in ("sm90", "sm80"):
         choose_kernel(monkeypatch, kernel)
@@ -237,31 +254,22 @@ def test_without_rope_a_call_is_that_of_a_query_with_zero_rope(kind: str, case: 
 
 def repeat(problem: Problem, repeats: int) -> int:
     """Return the number of repetitions that differ from the first in any bit."""
-    if is_fp8kv(problem.case):
-        return mismatches(lambda: family_of(problem).run(problem), repeats)
-    entry = ENTRY_POINTS["xqa_batch" if family_of(problem) is GQA else "trtllm"]
-    arguments = entry.arguments(problem) | {"out": problem.new_out()}
-    return mismatches(lambda: entry.function(**arguments), repeats)
+    return mismatches(launch_of(problem), repeats)
 
 
-def is_fp8kv(case: object) -> bool:
-    """Return whether a case is one of the FP8-KV kernel."""
-    return case in FP8KV_CASES
-
-
-@pytest.mark.parametrize("case", REPEATED[::2], ids=str)
-def test_repeated_launches_give_the_same_bits(case: MlaCase | GqaCase) -> None:
+@pytest.mark.parametrize(("kernel", "case"), REPEATED[::2], ids=str)
+def test_repeated_launches_give_the_same_bits(kernel: str, case: Any) -> None:
     """No race between CTAs or warps changes a result."""
     problem = case.build("cuda")
 
-    assert repeat(problem, 1000 if is_fp8kv(case) else 10_000) == 0
+    assert repeat(problem, 1000 if kernel == "mla_sm90_fp8kv" else 10_000) == 0
 
 
 def slow_down(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """Make later calls of a problem sleep at random; return the result without delays."""
-    calls, run, delays, after = family_of(problem)
+    calls, _, delays, after = FAMILIES[type(problem.case)]
     calls.clear()
-    expected = run(problem).clone()
+    expected = launch_of(problem)()
     (call,) = launchers_of(calls)
     spec = call.decode.spec
     assert "sm90" in spec.family
@@ -271,21 +279,25 @@ def slow_down(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor
     return expected
 
 
-@pytest.mark.parametrize("case", DELAYED, ids=str)
-def test_delays_change_no_bit(case: MlaCase | GqaCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result does not depend on the order of warps and CTAs."""
-    problem = case.build("cuda")
+def check_delayed(problem: Problem, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail unless launches with delays give the bits of one without."""
     expected = slow_down(problem, monkeypatch)
-    others = [
-        each for each in DELAYED if type(each) is type(case) and is_fp8kv(each) is is_fp8kv(case)
-    ]
+    launch = launch_of(problem)
 
-    differing = repeat(problem, delayed_launches(others))
-    result = family_of(problem).run(problem)
+    differing = mismatches(launch, repeats)
+    result = launch()
 
-    family_of(problem).calls.clear()
+    FAMILIES[type(problem.case)].calls.clear()
     assert differing == 0
     assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize(("kernel", "case"), DELAYED, ids=str)
+def test_delays_change_no_bit(kernel: str, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result does not depend on the order of warps and CTAs: 10,000 launches of each kernel."""
+    cases = [each for own, each in DELAYED if own == kernel]
+
+    check_delayed(case.build("cuda"), 10_000 // len(cases), monkeypatch)
 
 
 def test_no_copy_overwrites_a_stage_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,25 +306,22 @@ def test_no_copy_overwrites_a_stage_in_use(monkeypatch: pytest.MonkeyPatch) -> N
     The race occurs once in 10,000 of these launches if mbarrier arrivals do not wait for ldmatrix.
     """
     case = next(case for case in GQA_CASES if case.name == "16 rows, many sequences")
-    problem = case.build("cuda")
-    expected = slow_down(problem, monkeypatch)
 
-    differing = repeat(problem, 60_000)
-    result = decode_gqa(problem)
-
-    GQA.calls.clear()
-    assert differing == 0
-    assert torch.equal(result, expected)
+    check_delayed(case.build("cuda"), 60_000, monkeypatch)
 
 
 @pytest.mark.parametrize(
     "case",
-    [c for c in REPEATED[1::3] if isinstance(c, GqaCase) or c.has_trtllm_entry_point],
+    [
+        case
+        for _, case in REPEATED[1::3]
+        if not isinstance(case, MlaCase) or case.has_trtllm_entry_point
+    ],
     ids=str,
 )
-def test_a_thousand_replays_keep_the_semaphores_at_zero(case: MlaCase | GqaCase) -> None:
+def test_a_thousand_replays_keep_the_semaphores_at_zero(case: Any) -> None:
     """A replay needs no memset, since every launch resets its semaphores."""
-    entry = ENTRY_POINTS["xqa_batch" if isinstance(case, GqaCase) else "trtllm"]
+    entry = FAMILIES[type(case)].entry
     problem = case.build("cuda")
     expected = entry.run(problem).clone()
     arguments = entry.arguments(problem) | {"out": torch.empty_like(expected)}

@@ -145,3 +145,27 @@ CASES = [
 ]
 # What the softmax, and the scales of K and V, depend on.
 SOFTMAX_CASES = [*_LENGTHS, *_ENTRIES, *_SIZES]
+
+_POOLS: dict[str, Any] = {"swa": Pages(count=40), "extra": Pages(count=60)}
+# Both lists: of more CTAs than a GPU has SMs, in splits, and of any length.
+LISTS: dict[str, dict[str, Any]] = {
+    "a prefill chunk": {"seq_lens": tuple(i % 130 for i in range(1024)), "extra_lens": None},
+    "many lists of 128 + 512": _POOLS
+    | {
+        "seq_lens": (128,) * 128,
+        "extra_lens": tuple(512 - i for i in range(128)),
+        "extra_top_k": 512,
+    },
+    "split lists": _POOLS
+    | {
+        "seq_lens": (128, 1, 77, 0),
+        "extra_lens": (8192, 5000, 1, 8191),
+        "extra_top_k": 8192,
+        "sinks": "random",
+    },
+}
+LONG_CASES = [
+    case(f"{name}, {heads} heads", heads=heads, **facts)
+    for name, facts in LISTS.items()
+    for heads in (8, 16, 24, 64, 128)
+]
