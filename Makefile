@@ -44,8 +44,10 @@ check: ## format, lint, types and the CPU tests, required of every change
 cpu: ## the tests that need no GPU
 	@$(call setup,test); $(cpu_tests)
 
+# Each worker compiles the kernels that its tests need into the cache of the run.
 gpu: ## the tests that need an NVIDIA GPU
-	@$(call setup,test); "$$python" -m pytest -m gpu $(call with,pytest_timeout,--timeout=300)
+	@$(call setup,test); "$$python" -m pytest -m gpu \
+	  $(call with,pytest_timeout,--timeout=300) $(call with,xdist,-n 8 --dist worksteal)
 
 oldest: ## the CPU tests with the oldest dependencies that pyproject.toml allows
 	@set -eu; python=$$(.ci/versions oldest); $(cpu_tests)

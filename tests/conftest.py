@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,39 +77,25 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-# From this number of GPU tests on, compiling all kernels up front is faster than on demand.
-_MANY = 300
+@pytest.fixture(scope="session")
+def run_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run, which its workers share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if hasattr(request.config, "workerinput") else folder
 
 
 @pytest.fixture(scope="session")
-def session_cache_dir(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def session_cache_dir(run_dir: Path) -> Path:
     """Return a cache folder shared by the tests of a run, or of several concurrent runs."""
-    if shared := os.environ.get("MLAGEN_TEST_CACHE"):
-        return Path(shared)
-    folder = tmp_path_factory.mktemp("kernels")
-    if sum("gpu" in item.keywords for item in request.session.items) >= _MANY:
-        filters = (
-            "--lookup",
-            "paged,sparse",
-            "--values",
-            "shared,separate",
-            "--mask",
-            "causal,bias",
-        )
-        command = [sys.executable, "-m", "cache_tools", "prewarm", *filters]
-        environment = os.environ | {"MLAGEN_CACHE_DIR": str(folder)}
-        subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env=environment)
+    folder = Path(os.environ.get("MLAGEN_TEST_CACHE") or run_dir / "kernels")
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 @pytest.fixture(scope="session", autouse=True)
-def shared_builds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+def shared_builds(run_dir: Path) -> None:
     """Share what is built once among the workers of a run, and with later runs."""
-    folder = tmp_path_factory.getbasetemp()
-    is_worker = hasattr(request.config, "workerinput")
-    share_in((folder.parent if is_worker else folder) / "built_once")
+    share_in(run_dir / "built_once")
 
 
 # Settings of the user that tests must not inherit.
