@@ -297,7 +297,7 @@ def test_delays_change_no_bit(kernel: str, case: Any, monkeypatch: pytest.Monkey
     """The result does not depend on the order of warps and CTAs: 10,000 launches of each kernel."""
     cases = [each for own, each in DELAYED if own == kernel]
 
-    check_delayed(case.build("cuda"), 10_000 // len(cases), monkeypatch)
+    check_delayed(case.build("cuda"), -(-10_000 // len(cases)), monkeypatch)
 
 
 def test_no_copy_overwrites_a_stage_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

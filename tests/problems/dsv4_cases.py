@@ -148,7 +148,7 @@ SOFTMAX_CASES = [*_LENGTHS, *_ENTRIES, *_SIZES]
 
 _POOLS: dict[str, Any] = {"swa": Pages(count=40), "extra": Pages(count=60)}
 # Both lists: of more CTAs than a GPU has SMs, in splits, and of any length.
-LISTS: dict[str, dict[str, Any]] = {
+_LISTS: dict[str, dict[str, Any]] = {
     "a prefill chunk": {"seq_lens": tuple(i % 130 for i in range(1024)), "extra_lens": None},
     "many lists of 128 + 512": _POOLS
     | {
@@ -166,6 +166,6 @@ LISTS: dict[str, dict[str, Any]] = {
 }
 LONG_CASES = [
     case(f"{name}, {heads} heads", heads=heads, **facts)
-    for name, facts in LISTS.items()
+    for name, facts in _LISTS.items()
     for heads in (8, 16, 24, 64, 128)
 ]
