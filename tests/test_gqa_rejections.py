@@ -184,7 +184,11 @@ ROWS: dict[str, list[Row]] = {
         (DCP, RANK | {DCP: [1, 2]}, ": expected a torch.Tensor, got list"),
         (DCP, RANK | {DCP: ints(1)}, ".shape: expected [2] (batch of query), got [1]"),
         (DCP, RANK | {DCP: LENS.long()}, ".dtype: expected torch.int32 or torch.uint32, got ..."),
-        (DCP, RANK | {DCP: LENS.to("meta")}, ".device: expected cpu (of query), got meta"),
+        (
+            DCP,
+            RANK | {DCP: LENS.to("meta")},
+            ".device: expected cpu (of the other tensors), got meta",
+        ),
         (
             "window_left",
             RANK | {"window_left": 5},
@@ -221,7 +225,11 @@ ROWS: dict[str, list[Row]] = {
         ("request_order", 1, ": expected a torch.Tensor, got int"),
         ("request_order", ints(1), ".shape: expected [2] (batch), got [1]"),
         ("request_order", LENS.long(), ".dtype: expected torch.int32 or torch.uint32, got ..."),
-        ("request_order", LENS.to("meta"), ".device: expected cpu (of query), got meta"),
+        (
+            "request_order",
+            LENS.to("meta"),
+            ".device: expected cpu (of the other tensors), got meta",
+        ),
         ("length_aware_schedule", "no", ": expected a bool, got 'no'"),
         ("backend", "fa2", ": expected one of auto, xqa, trtllm-gen, cake, got 'fa2'"),
         ("out", "a word", ": expected a torch.Tensor, got str"),

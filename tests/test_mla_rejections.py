@@ -71,7 +71,11 @@ ROWS: dict[str, list[Row]] = {
     "decode of two tokens": [
         ("seq_lens", None, ": expected a torch.Tensor (required without ...), got None"),
         (COUNTERS, 1, ": expected a torch.Tensor, got int"),
-        (COUNTERS, torch.empty(1, device="meta"), ".device: expected cpu (of query), got meta"),
+        (
+            COUNTERS,
+            torch.empty(1, device="meta"),
+            ".device: expected cpu (of the other tensors), got meta",
+        ),
         ("cute_dsl_impl", "fast", ": expected one of auto, modular, monolithic, got 'fast'"),
         ("kv_scale_format", "UE8M0-G32", ": expected one of auto, pow2_fp32, ... 'ue8m0_g32'"),
         ("", SPARSE, "sparse_mla_top_k: expected an int, 1 or more, got 0"),

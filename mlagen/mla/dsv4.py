@@ -19,6 +19,7 @@ from mlagen.families.common.arguments import (
     require_choice,
     require_dims,
     require_index,
+    require_served,
     require_tensor,
     require_whole_number,
     shown,
@@ -62,6 +63,9 @@ def _checked_query(value: object) -> torch.Tensor:
     query = require_tensor(value, "query")
     require_memory(query, "query")
     require_dims(query, "query", (3, 4))
+    if query.dtype is not torch.bfloat16:
+        rule = "not implemented, expected torch.bfloat16"
+        raise UnsupportedError(f"query.dtype: {rule}, got {query.dtype}")
     width, heads = query.shape[-1], query.shape[-2]
     require(width == _ELEMENTS, "query.shape[-1]", f"{_ELEMENTS} (elements of a token)", width)
     require(heads >= 1, "query.shape[-2]", f"1 to {MAX_HEADS} heads", heads)
@@ -102,10 +106,7 @@ def _checked_indices(value: object, argument: str) -> torch.Tensor:
 
 def _reject_others(backend: object, lengths: dict[str, object], **given: object) -> None:
     """Reject another backend, lengths of its tables, and what only others of FlashInfer have."""
-    word = require_choice(backend, "backend", (*_BACKENDS, *_UNSERVED_BACKENDS))
-    if word in _UNSERVED_BACKENDS:
-        rule = " or ".join(_BACKENDS)
-        raise UnsupportedError(f"backend: not implemented, expected {rule}, got {word}")
+    require_served(backend, "backend", _BACKENDS, _UNSERVED_BACKENDS)
     for name, value in lengths.items():
         if value is not None:
             rule = "not implemented, expected None (the lengths are swa_topk_lens)"
@@ -177,15 +178,15 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         an axis of size 1 as ``kv_layout`` says, or without. Pages are any multiple of 16 bytes
         apart.
     sparse_indices : int32 or uint32 [tokens, top_k], [tokens, 1, top_k] or [batch, q_len, top_k]
-        Required. Indices into ``swa_kv_cache``: ``page * page_size + slot``. Rows may be slices of
-        wider ones.
+        Required. Indices into ``swa_kv_cache``: ``page * page_size + slot``; top_k is 1 or more.
+        Rows may be slices of wider ones, and do not overlap.
     compressed_kv_cache : uint8 [pages, page_size, row bytes]
         The pool of compressed tokens, with its own pages and ``page_size``; not read without
-        ``extra_sparse_indices``.
+        ``extra_sparse_indices`` and ``extra_sparse_topk_lens``.
     sparse_topk_lens, seq_lens : None
         Of a combined table, which is not implemented.
     out : bf16, shape of query
-        Allocated if None. One with gaps takes a copy.
+        Allocated if None. One with gaps between heads or tokens takes a copy.
     bmm1_scale : float or fp32 tensor of one element
         The factor of the scores.
     bmm2_scale : float or fp32 tensor of one element
@@ -197,7 +198,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(
     cum_seq_lens_q, max_q_len : int32 or uint32 tensor, int
         Not used: query tokens have indices of their own.
     swa_topk_lens : int32 or uint32 [tokens] or [batch, q_len]
-        Required. Lengths of ``sparse_indices``.
+        Required. Lengths of ``sparse_indices``, without gaps.
     extra_sparse_indices : int32 or uint32, as sparse_indices
         Indices into ``compressed_kv_cache``, of any other width.
     extra_sparse_topk_lens : int32 or uint32, as swa_topk_lens
@@ -220,10 +221,11 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         512 e2m1 with 32 e4m3 scales. ``fp8_dsv41_inline`` and ``fp8_dsv41_inline_fp4_ca``: every
         row has its scales behind its codes, tokens are any multiple of 16 bytes apart, pages a
         multiple of that, and the padding of pages counts as rows: an index is
-        ``page * (page stride / token stride) + slot``.
+        ``page * (page stride / token stride) + slot``, and one of padding is skipped. Of two e2m1
+        codes in a byte the lower four bits are the first.
     lse : fp32 [tokens, heads] or [batch, q_len, heads]
         Written with ``return_lse``; allocated if None, in the shape of the query. One with gaps
-        takes a copy.
+        between tokens takes a copy; heads are adjacent.
     return_lse : bool
         Whether to return the LSE, too.
     return_lse_base : str

@@ -87,7 +87,10 @@ def of_another_dtype(tensor: torch.Tensor) -> torch.Tensor:
 
 
 BREAKS = {
-    "device": (lambda tensor: tensor.to("meta"), ".device: expected cpu (of query), got meta"),
+    "device": (
+        lambda tensor: tensor.to("meta"),
+        ".device: expected cpu (of the other tensors), got meta",
+    ),
     "dtype": (of_another_dtype, ".dtype: expected torch."),
     "contiguous": (strided, " must be contiguous: expected no gaps in shape ["),
     "dense": (strided, ".stride(-1): expected 1, got 2"),

@@ -149,9 +149,19 @@ DIMS_THERE = "supported there: (512, 64)"
 GQA_ROWS = [f"query {row.query_dtype}, cache {row.kv_dtype}, output" for row in GQA_SUPPORTED]
 GQA_DIMS = "head_dim {}; supported: multiples of 16 up to 256, and 512"
 UNSUPPORTED: list[tuple[Any, dict[str, Any], list[str]]] = [
-    (mla_sm80, {"kv_dtype": DType.FP16}, [f"query bf16, cache fp16; supported: {PAIRS}"]),
+    (
+        mla_sm80,
+        {"kv_dtype": DType.FP16},
+        [f"query bf16, cache fp16; supported with lookup paged: {PAIRS}"],
+    ),
     (mla_sm80, {"kv_lora_rank": 384}, [f"{DIMS} (384, 64)", DIMS_THERE]),
     (mla_sm80, {**PER_TOKEN, "qk_rope_head_dim": 0}, [f"{DIMS} (512, 0)"]),
+    (mla_sm80, {**PER_TOKEN, "lookup": "sparse"}, ["; supported with lookup sparse: query bf16, "]),
+    (
+        mla_sm80,
+        {"lookup": "two_pools"},
+        ["; supported with lookup two_pools: query bf16, cache fp8_dsv4; "],
+    ),
     (mla_sm80, {"lookup": "sparse", "mask": "bias"}, ["(sparse, shared, bias)", DIMS_THERE]),
     (mla_sm80, {"kv_dtype": DType.FP8_DS_MLA, "values": "separate"}, ["(paged, separate, causal)"]),
     (gqa_sm80, {"kv_dtype": DType.FP16}, GQA_ROWS),

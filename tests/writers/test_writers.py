@@ -774,7 +774,11 @@ _STRIDE = "stride of a token of cache"
                 torch.zeros(5).int(),
                 ".shape: expected [n], n <= 4 (tokens), got [5]",
             ),
-            ("slot_mapping", _INTS.to("meta"), ".device: expected cpu (of query), got meta"),
+            (
+                "slot_mapping",
+                _INTS.to("meta"),
+                ".device: expected cpu (of the other tensors), got meta",
+            ),
             (
                 "cache",
                 _cache(2, 4672, 584).view(torch.int8),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,16 @@ def reject_unserved(keyword: str, value: object, nothing: object) -> None:
         raise UnsupportedError(f"{keyword}: {rule}, got {shown(value)}")
 
 
+def require_served(
+    value: object, argument: str, served: Collection[str], unserved: Collection[str]
+) -> str:
+    """Return a word of ``served``; those of ``unserved`` are valid in FlashInfer alone."""
+    if isinstance(value, str) and value in unserved:
+        rule = f"not implemented, expected {' or '.join(served)}"
+        raise UnsupportedError(f"{argument}: {rule}, got {value}")
+    return require_choice(value, argument, served)
+
+
 def require_tensor(value: object, argument: str) -> torch.Tensor:
     """Return ``value`` if it is a tensor."""
     if not isinstance(value, torch.Tensor):
@@ -68,8 +78,9 @@ def require_tensor(value: object, argument: str) -> torch.Tensor:
 
 
 def require_device(tensor: torch.Tensor, argument: str, device: torch.device) -> None:
-    """Reject a tensor that is not on the query's device."""
-    require(tensor.device == device, f"{argument}.device", f"{device} (of query)", tensor.device)
+    """Reject a tensor that is not on the device of the other tensors."""
+    rule = f"{device} (of the other tensors)"
+    require(tensor.device == device, f"{argument}.device", rule, tensor.device)
 
 
 def require_dtype(
@@ -243,7 +254,10 @@ def canonical_scale(scale: object, argument: str) -> float | torch.Tensor:
 
 def canonical_sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
     """Return 16-bit sinks as fp32, which launches one small kernel; others unchanged."""
-    if not isinstance(sinks, torch.Tensor) or sinks.dtype not in DTYPES:
+    if not isinstance(sinks, torch.Tensor):
+        return sinks
+    require_dtype(sinks, "sinks", (torch.float32, *DTYPES))
+    if sinks.dtype is torch.float32:
         return sinks
     require_memory(sinks, "sinks")
     require(sinks.numel() <= _MAX_SINKS, "sinks.shape", "one for each head", list(sinks.shape))

@@ -6,17 +6,16 @@ from typing import NamedTuple
 
 import torch
 
-from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
     INT32_MAX,
     check_token_stride,
     reject,
     require,
-    require_choice,
     require_dense_last_dim,
     require_dims,
     require_index,
     require_ints,
+    require_served,
     require_shape,
     require_tensor,
     token_stride,
@@ -43,11 +42,7 @@ def kv_format_of(kv_cache_format: object) -> DType:
     reads.
     """
     unserved = [word for word in UNSERVED_FORMATS if word not in FORMATS]
-    word: str = require_choice(kv_cache_format, "kv_cache_format", (*FORMATS, *unserved))
-    if word in unserved:
-        rule = " or ".join(FORMATS)
-        raise UnsupportedError(f"kv_cache_format: not implemented, expected {rule}, got {word}")
-    return FORMATS[word]
+    return FORMATS[require_served(kv_cache_format, "kv_cache_format", FORMATS, unserved)]
 
 
 class TopkList(NamedTuple):

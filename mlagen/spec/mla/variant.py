@@ -165,11 +165,12 @@ def require_supported(variant: MlaVariant) -> None:
         for row in SUPPORTED
         if (row.query_dtype, row.kv_dtype) == (variant.query_dtype, variant.kv_dtype)
     ]
-    if not rows:
-        pairs = "; ".join(f"query {row.query_dtype}, cache {row.kv_dtype}" for row in SUPPORTED)
+    with_lookup = [row for row in SUPPORTED if variant.lookup in {mode[0] for mode in row.modes}]
+    if not set(rows) & set(with_lookup):
+        pairs = "; ".join(f"query {row.query_dtype}, cache {row.kv_dtype}" for row in with_lookup)
         raise UnsupportedError(
             f"no MLA decode kernel for query {variant.query_dtype}, cache {variant.kv_dtype}; "
-            f"supported: {pairs}"
+            f"supported with lookup {variant.lookup}: {pairs}"
         )
     dims = " or ".join(f"({rank}, {rope})" for row in rows for rank, rope in row.head_dims)
     modes = " or ".join(f"({', '.join(mode)})" for row in rows for mode in row.modes)

@@ -155,7 +155,11 @@ ROWS: Rows = {
         ("kv_cache_sf[1]", lambda sf: sf.mT, ".shape: expected [10, 16, 2] (one for a token and K"),
         ("kv_cache_sf[1]", lambda sf: sf[..., None], ".ndim: expected 3, got 4"),
         ("kv_cache_sf[1]", lambda sf: sf.half(), ".dtype: expected torch.float32 (dtype of kv_cac"),
-        ("kv_cache_sf[1]", lambda sf: sf.to("meta"), ".device: expected cpu (of query), got meta"),
+        (
+            "kv_cache_sf[1]",
+            lambda sf: sf.to("meta"),
+            ".device: expected cpu (of the other tensors), got meta",
+        ),
         ("kv_cache[0]", displaced, ".data_ptr(): expected a multiple of 4, got 1 more than one"),
         ("kv_cache[1]", lambda kv: padded(kv, dim=3), ".stride(1): expected a multiple of 4, got"),
     ],
