@@ -35,13 +35,21 @@ def backend_of(runner: Any, name: str) -> MlagenDSV4Backend:
     check(runner, name, MlagenDSV4Backend)
     prefill, kernels = prefill_name(runner), get_exec().kernel.dsv4_attn_backend
     require(prefill == name, "--attention-backend", f"{name} for prefill too", str(prefill))
-    is_flash_mla = kernels == "flashmla" and not get_platform().is_sm120
+    platform = get_platform()
+    is_flash_mla = kernels == "flashmla" and not platform.is_sm120
     rule = "a GPU and options where SGLang calls FlashMLA"
     require(is_flash_mla, name, rule, f"--dsv4-attn-backend {kernels}")
+    names = runner.model_config.hf_config.architectures or ()
+    is_v41 = any(each.startswith("DeepseekV41") for each in names)
+    # There SGLang calls a kernel of its own for some batches, whatever the backend.
+    require(not (is_v41 and platform.is_sm100), name, "a Hopper GPU for DeepSeek-V4.1", "10.0")
+    is_bf16 = runner.dtype is torch.bfloat16
+    require(is_bf16, "dtype", f"torch.bfloat16 with {name}", str(runner.dtype))
     row_bytes = runner.token_to_kv_pool.get_swa_key_bytes_per_token()
     require(row_bytes == ROW_BYTES, name, f"rows of {ROW_BYTES} bytes", row_bytes)
-    names = vars(DeepseekV4AttnBackend)["_forward_attention"].__code__.co_names
-    require(_KERNEL in names, name, f"SGLang's DeepseekV4AttnBackend.{_KERNEL}", "none")
+    forward = vars(DeepseekV4AttnBackend).get("_forward_attention")
+    calls_it = forward is not None and _KERNEL in forward.__code__.co_names
+    require(calls_it, name, f"SGLang's DeepseekV4AttnBackend.{_KERNEL}", "none")
     backend = MlagenDSV4Backend(runner)
     serve_drafts(name, "dsv4", MlagenDSV4Backend)
     warm_up(call for layer in layers_of(runner) for call in dsv4_calls(layer.tp_q_head_num))

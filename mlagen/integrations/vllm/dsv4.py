@@ -8,6 +8,8 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from vllm import envs
+from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 
 from mlagen.integrations.dsv4 import (
@@ -16,6 +18,7 @@ from mlagen.integrations.dsv4 import (
     flash_mla_with_kvcache,
     padded_output,
 )
+from mlagen.integrations.servers import follow_batch_invariance
 from mlagen.integrations.vllm.warm_up import WARM_UP, Group, warmed_backend_of
 from mlagen.integrations.warm_up import Calls
 from mlagen.values import require
@@ -25,8 +28,16 @@ _logger = init_logger("vllm.mlagen")
 
 @cache
 def attention_of(flash_mla: Any) -> Any:
-    """Return vLLM's FlashMLA layer with mlagen's decode; prefill stays FlashMLA's."""
-    function = vars(flash_mla)["_forward_decode"]
+    """Return vLLM's FlashMLA layer with mlagen's decode; prefill stays FlashMLA's.
+
+    Raises LookupError if its decode is not in ``_forward_decode``, or calls another function.
+    """
+    is_on = envs.VLLM_BATCH_INVARIANT
+    is_followed = not is_on or follow_batch_invariance(is_on)
+    require(is_followed, "VLLM_BATCH_INVARIANT", "MLAGEN_BATCH_INVARIANT=1 with it", "0")
+    function = vars(flash_mla).get("_forward_decode")
+    if function is None:
+        raise LookupError(f"{flash_mla.__qualname__}: expected a method _forward_decode, got none")
     theirs = with_names(function, flash_mla_with_kvcache=flash_mla_with_kvcache)
     _logger.info("Using MLAGEN_MLA_SPARSE for the decode of %s.", flash_mla.__module__)
 
@@ -44,6 +55,15 @@ def attention_of(flash_mla: Any) -> Any:
             # vLLM takes the real heads of it.
             return padded_output(hidden_states, num_tokens, self.n_local_heads, self.padded_heads)
 
+        def forward_mqa(
+            self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor
+        ) -> None:
+            # vLLM counts the memory of a dummy run, which calls no prefill.
+            is_dummy = get_forward_context().attn_metadata is None
+            padded = prefill_output(output) if is_dummy and pads_prefill(self) else None
+            super().forward_mqa(q, kv, positions, output)
+            del padded
+
         def _forward_prefill(
             self,
             q: torch.Tensor,
@@ -55,12 +75,10 @@ def attention_of(flash_mla: Any) -> Any:
             swa_metadata: Any,
         ) -> None:
             given = (q, positions, compressed_k_cache, swa_k_cache)
-            # V4.1 has kernels of some numbers of heads. Others write the heads of padding too.
-            written = getattr(self, "_prefill_num_heads", self.padded_heads)
-            if written == self.n_local_heads:
+            if not pads_prefill(self):
                 super()._forward_prefill(*given, output, attn_metadata, swa_metadata)
                 return
-            padded = torch.empty(output.shape, dtype=output.dtype, device=output.device)
+            padded = prefill_output(output)
             super()._forward_prefill(*given, padded, attn_metadata, swa_metadata)
             heads = slice(self.n_local_heads)
             output[:, heads] = padded[:, heads]
@@ -80,6 +98,17 @@ def attention_of(flash_mla: Any) -> Any:
             theirs(self, q[:, heads], kv_cache, swa_metadata, attn_metadata, swa_only, out)
 
     return MlagenDSV4Attention
+
+
+def pads_prefill(layer: Any) -> bool:
+    """Return whether FlashMLA's prefill writes more heads than a layer has."""
+    # V4.1 has kernels of some numbers of heads.
+    return bool(getattr(layer, "_prefill_num_heads", layer.padded_heads) != layer.n_local_heads)
+
+
+def prefill_output(output: torch.Tensor) -> torch.Tensor:
+    """Return memory for what FlashMLA's prefill writes, the heads of padding too."""
+    return torch.empty(output.shape, dtype=output.dtype, device=output.device)
 
 
 def with_names(function: FunctionType, **names: Any) -> Callable[..., Any]:

@@ -54,7 +54,10 @@ class Model:
         """Return the class of the model, whose layers have mlagen's decode if an option says so."""
         model = self.theirs.load_model_cls()
         module = sys.modules.get(self.layers)
-        if module is not None:
+        if module is None:
+            if import_module("vllm.platforms").current_platform.is_cuda():
+                _logger.warning("vllm: expected a module %s of the model, got none", self.layers)
+        else:
             name, wrapped = _CHOICES.get(self.layers, _DSV4_CHOICE)
             choice = getattr(module, name, None)
             if choice is None:  # the model is vLLM's without an option of ours

@@ -123,7 +123,8 @@ def dsv4(sglang: Import, calls: list[Any], monkeypatch: Patch) -> ModuleType:
         readers.append(sglang("sglang.srt.layers.attention.deepseek_v4_trtllm_backend"))
     for each in readers:
         monkeypatch.setattr(each, "get_exec", lambda: options)
-    monkeypatch.setattr(module, "get_platform", lambda: SimpleNamespace(is_sm120=False))
+    hopper = SimpleNamespace(is_sm100=False, is_sm120=False)
+    monkeypatch.setattr(module, "get_platform", lambda: hopper)
     return module
 
 

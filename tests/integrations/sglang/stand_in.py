@@ -477,7 +477,9 @@ MODULES: dict[str, dict[str, Any]] = {
             ),
         ),
         _function("get_parallel", "", SimpleNamespace(dcp_enabled=False, attn_dcp_size=1)),
-        _function("get_platform", "", SimpleNamespace(is_blackwell=False, is_sm120=False)),
+        _function(
+            "get_platform", "", SimpleNamespace(is_blackwell=False, is_sm100=False, is_sm120=False)
+        ),
         _function("get_spec", "", SimpleNamespace()),
         _function("max_speculative_num_draft_tokens", ""),
     ),

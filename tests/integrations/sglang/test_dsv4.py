@@ -145,7 +145,7 @@ def stand_in_metadata(sglang: Import, kind: Kind) -> Any:
     return core
 
 
-def backend_over(cls: Any, pool: Any, **fields: Any) -> Any:
+def backend_over(cls: Any, pool: Any, kind: Kind, **fields: Any) -> Any:
     """Return a backend without a server."""
     backend = object.__new__(cls)
     vars(backend).update(
@@ -153,8 +153,9 @@ def backend_over(cls: Any, pool: Any, **fields: Any) -> Any:
         softmax_scale=problem.SCALE,
         head_dim_v=512,
         mtp_enabled=False,
-        is_dsv41=False,
+        is_dsv41=kind.of == (1, 2),
         is_dspark_draft=False,
+        _swa_interleaved=False,
         **fields,
     )
     return backend
@@ -175,7 +176,8 @@ def test_a_step_is_what_flash_mla_computes_from_its_arguments(
 
     pool = pool_of(sglang, kind)
     theirs = backend_over(
-        dsv4.DeepseekV4AttnBackend, pool, _flash_mla_with_kvcache=recorded, _swa_interleaved=False
+        *(dsv4.DeepseekV4AttnBackend, pool, kind),
+        _flash_mla_with_kvcache=recorded,
     )
     if is_installed("sglang"):
         core = built_metadata(sglang, theirs, kind, monkeypatch)
@@ -185,7 +187,7 @@ def test_a_step_is_what_flash_mla_computes_from_its_arguments(
     query, layer = problem.queries(ROWS), SimpleNamespace(tp_q_head_num=problem.HEADS, layer_id=0)
     results = []
 
-    for backend in (theirs, backend_over(dsv4.MlagenDSV4Backend, pool)):
+    for backend in (theirs, backend_over(dsv4.MlagenDSV4Backend, pool, kind)):
         backend.forward_metadata = SimpleNamespace(core_attn_metadata=core)
         results.append(
             backend.forward(
@@ -225,6 +227,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "^--attention-backend: expected mlagen_dsv4 for prefill too, got dsv4",
     ),
     (
+        {"dtype": torch.float16},
+        "^dtype: expected torch.bfloat16 with mlagen_dsv4, got torch.float16$",
+    ),
+    (
         {"token_to_kv_pool": SimpleNamespace(get_swa_key_bytes_per_token=lambda: 528)},
         "^mlagen_dsv4: expected rows of 584 bytes, got 528",
     ),
@@ -249,10 +255,22 @@ def test_other_kernels_than_flash_mla_are_not_replaced(
     """Blackwell has kernels of its own, over caches of their own."""
     names = SimpleNamespace(kernel=SimpleNamespace(dsv4_attn_backend=kernels))
     monkeypatch.setattr(dsv4, "get_exec", lambda: names)
-    monkeypatch.setattr(dsv4, "get_platform", lambda: SimpleNamespace(is_sm120=is_sm120))
+    monkeypatch.setattr(
+        dsv4, "get_platform", lambda: SimpleNamespace(is_sm100=False, is_sm120=is_sm120)
+    )
     rule = f"where SGLang calls FlashMLA, got --dsv4-attn-backend {kernels}$"
     with pytest.raises(ValueError, match=rule):
         dsv4.backend_of(runner(**DSV4), "mlagen_dsv4")
+
+
+def test_v41_on_blackwell_is_refused(dsv4: ModuleType, monkeypatch: Patch) -> None:
+    """There SGLang calls a kernel of its own for some batches, whatever the backend."""
+    blackwell = SimpleNamespace(is_sm100=True, is_sm120=False)
+    monkeypatch.setattr(dsv4, "get_platform", lambda: blackwell)
+    of_v41 = DSV4 | {"architecture": "DeepseekV41ForCausalLM"}
+    with pytest.raises(ValueError, match=r"expected a Hopper GPU for DeepSeek-V4.1, got 10.0$"):
+        dsv4.backend_of(runner(**of_v41), "mlagen_dsv4")
+    assert dsv4.backend_of(runner(**DSV4), "mlagen_dsv4")
 
 
 def test_another_sglang_with_another_call_is_refused(dsv4: ModuleType, monkeypatch: Patch) -> None:

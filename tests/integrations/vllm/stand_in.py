@@ -740,6 +740,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "vllm.model_executor.layers.attention.sparse_mla_attention": named(
         SparseMLACommonImpl, SparseMLACommonMetadata, SparseMLACommonMetadataBuilder
     ),
+    "vllm.forward_context": named(get_forward_context),
     "vllm.logger": named(init_logger),
     "vllm.model_executor.warmup.jit_warmup": named(VllmJitKernel),
     "vllm.model_executor.models.registry": {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
 from tests.fixture_types import Log, Patch
 from tests.integrations import dsv4 as problem
@@ -123,7 +125,8 @@ def test_a_step_is_what_flash_mla_computes_from_its_arguments(
             pytest.skip("interprets vLLM's kernels, where there is no GPU: make test-vllm")
         interpret(vllm, monkeypatch)
     theirs = flash_mla(kind.package)
-    ours = vllm("mlagen.integrations.vllm.dsv4").attention_of(theirs)
+    module = vllm("mlagen.integrations.vllm.dsv4")
+    ours = module.attention_of(theirs)
     names = theirs._forward_decode.__globals__
     calls: list[dict[str, Any]] = []
 
@@ -140,7 +143,8 @@ def test_a_step_is_what_flash_mla_computes_from_its_arguments(
     else:
         metadata = stand_in_metadata(kind)
     context = SimpleNamespace(attn_metadata=metadata)
-    monkeypatch.setitem(names, "get_forward_context", lambda: context)
+    for each in (names, vars(module)):
+        monkeypatch.setitem(each, "get_forward_context", lambda: context)
     query = problem.queries(len(POSITIONS))
     served, expected = layer_of(ours, kind), torch.zeros_like(query)
     got = served._alloc_attn_out(len(query), query)
@@ -192,6 +196,51 @@ def test_a_prefill_keeps_its_heads(
     assert torch.equal(output[2:, heads], query[2:, heads])
     assert not output[:2, heads].any()
     assert (outputs[0].data_ptr() != output[2:].data_ptr()) is is_copied
+
+
+@pytest.mark.parametrize(("heads", "is_counted"), [(problem.PADDED, True), (problem.HEADS, False)])
+def test_a_dummy_run_has_the_memory_of_a_prefill(
+    vllm: Import,
+    flash_mla: Callable[[str], Any],
+    heads: int,
+    is_counted: bool,
+    monkeypatch: Patch,
+) -> None:
+    """VLLM sizes the KV cache by what such a run, without metadata, allocates."""
+    module, theirs = vllm("mlagen.integrations.vllm.dsv4"), flash_mla(MODELS[1])
+    context, shapes = SimpleNamespace(attn_metadata=None), []
+
+    def recorded(output: torch.Tensor) -> torch.Tensor:
+        shapes.append(output.shape)
+        return output
+
+    monkeypatch.setattr(module, "prefill_output", recorded)
+    monkeypatch.setattr(module, "get_forward_context", lambda: context)
+    monkeypatch.setattr(theirs, "forward_mqa", lambda *_: None)
+    layer = layer_of(module.attention_of(theirs), V41, _prefill_num_heads=heads)
+    query = problem.queries(5)
+
+    for context.attn_metadata in (None, {}):
+        layer.forward_mqa(query, None, None, layer._alloc_attn_out(5, query))
+
+    assert shapes == ([query.shape] if is_counted else [])
+
+
+def test_batch_invariance_is_followed_or_refused(
+    vllm: Import, flash_mla: Callable[[str], Any], monkeypatch: Patch
+) -> None:
+    """As with vLLM's other backends."""
+    module = vllm("mlagen.integrations.vllm.dsv4")
+    monkeypatch.setattr(module.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    monkeypatch.setenv("MLAGEN_BATCH_INVARIANT", "0")
+    current_settings.cache_clear()
+    module.attention_of.cache_clear()
+    with pytest.raises(ValueError, match=r"^VLLM_BATCH_INVARIANT: expected MLAGEN.*, got 0$"):
+        module.attention_of(flash_mla(MODELS[0]))
+    monkeypatch.delenv("MLAGEN_BATCH_INVARIANT")
+    current_settings.cache_clear()
+    module.attention_of(flash_mla(MODELS[0]))
+    assert current_settings().batch_invariant
 
 
 def config_with(backend: str | None, **per_kind: str) -> Any:
@@ -309,10 +358,15 @@ def test_a_vllm_without_the_choice_serves_its_own(
     vllm: Import, monkeypatch: Patch, caplog: Log
 ) -> None:
     """A model is loaded on every platform and by every version, and a warning says what lacks."""
-    models = vllm("mlagen.integrations.vllm.models")
+    models, platforms = vllm("mlagen.integrations.vllm.models"), vllm("vllm.platforms")
     vllms = SimpleNamespace(load_model_cls=lambda: "model")
-    assert models.Model(vllms, "another.platform").load_model_cls() == "model"
-    assert caplog.records == []
+    for is_cuda in (False, True):
+        platform = SimpleNamespace(is_cuda=partial(bool, is_cuda))
+        monkeypatch.setattr(platforms, "current_platform", platform)
+        assert models.Model(vllms, "another.place").load_model_cls() == "model"
+        warning = "vllm: expected a module another.place of the model, got none"
+        assert caplog.messages == ([warning] if is_cuda else [])
+    caplog.clear()
     monkeypatch.setitem(sys.modules, "another.version", SimpleNamespace())
     assert models.Model(vllms, "another.version").load_model_cls() == "model"
     assert caplog.messages == ["another.version: expected _select_dsv4_attn_cls in it, got none"]
