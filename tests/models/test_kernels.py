@@ -256,7 +256,11 @@ NO_GQA, NO_MLA = "no GQA decode kernel for query", "no MLA decode kernel for que
         (gqa(48, 8), {"tp": (8,), "dcp": (2,)}, "dcp: expected 1 for GQA kernels, got 2"),
         (gqa(48, 8), {"tp": (6,)}, "tp: expected a divisor of num_key_value_heads 8, got 6"),
         (LLAMA, {"kv_dtypes": (FP8_DS_MLA,)}, f"{NO_GQA} bf16, cache fp8_ds_mla, output bf16; "),
-        (V3, {"kv_dtypes": (DType.INT8,)}, f"{NO_MLA} bf16, cache int8; supported: "),
+        (
+            V3,
+            {"kv_dtypes": (DType.INT8,)},
+            f"{NO_MLA} bf16, cache int8; supported with lookup paged: ",
+        ),
         (V4, {"page_sizes": (64, 2)}, "page_size: expected none, as its kernels take any, got 64"),
         (V4, {"lookups": ("sparse",)}, f"{NO_MLA} bf16, cache fp8_dsv4, .* \\(two_pools, shared, "),
     ],

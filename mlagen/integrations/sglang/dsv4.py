@@ -42,7 +42,9 @@ def backend_of(runner: Any, name: str) -> MlagenDSV4Backend:
     names = runner.model_config.hf_config.architectures or ()
     is_v41 = any(each.startswith("DeepseekV41") for each in names)
     # There SGLang calls a kernel of its own for some batches, whatever the backend.
-    require(not (is_v41 and platform.is_sm100), name, "a Hopper GPU for DeepSeek-V4.1", "10.0")
+    require(
+        not (is_v41 and platform.is_sm100), name, "compute capability 9.0 for DeepSeek-V4.1", "10.0"
+    )
     is_bf16 = runner.dtype is torch.bfloat16
     require(is_bf16, "dtype", f"torch.bfloat16 with {name}", str(runner.dtype))
     row_bytes = runner.token_to_kv_pool.get_swa_key_bytes_per_token()

@@ -178,6 +178,7 @@ def test_a_broken_rule_is_rejected(row: Row) -> None:
     check(row)
 
 
+PER_TOKEN: dict[str, Any] = {"dtype": E4M3, "kv_format": "fp8_per_token", "top_k": 70}
 DIMS = "(kv_lora_rank, qk_rope_head_dim)"
 UNSUPPORTED: dict[str, dict[str, Any]] = {
     f"query fp16, cache fp16, {DIMS} (384, 64), ": {"kv_lora_rank": 384, "dtype": torch.float16},
@@ -186,6 +187,8 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 256,
         "qk_rope_head_dim": 0,
     },
+    f"query fp8_per_token, cache fp8_per_token, {DIMS} (512, 64), "
+    "(lookup, values, mask) (sparse, shared, causal); ": PER_TOKEN,
 }
 
 

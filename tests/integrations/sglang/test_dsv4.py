@@ -268,7 +268,9 @@ def test_v41_on_blackwell_is_refused(dsv4: ModuleType, monkeypatch: Patch) -> No
     blackwell = SimpleNamespace(is_sm100=True, is_sm120=False)
     monkeypatch.setattr(dsv4, "get_platform", lambda: blackwell)
     of_v41 = DSV4 | {"architecture": "DeepseekV41ForCausalLM"}
-    with pytest.raises(ValueError, match=r"expected a Hopper GPU for DeepSeek-V4.1, got 10.0$"):
+    with pytest.raises(
+        ValueError, match=r"expected compute capability 9.0 for DeepSeek-V4.1, got 10.0$"
+    ):
         dsv4.backend_of(runner(**of_v41), "mlagen_dsv4")
     assert dsv4.backend_of(runner(**DSV4), "mlagen_dsv4")
 
