@@ -187,7 +187,7 @@ ROWS: dict[str, list[Row]] = {
         (
             DCP,
             RANK | {DCP: LENS.to("meta")},
-            ".device: expected cpu (of the other tensors), got meta",
+            ".device: expected cpu (of the first tensor), got meta",
         ),
         (
             "window_left",
@@ -228,7 +228,7 @@ ROWS: dict[str, list[Row]] = {
         (
             "request_order",
             LENS.to("meta"),
-            ".device: expected cpu (of the other tensors), got meta",
+            ".device: expected cpu (of the first tensor), got meta",
         ),
         ("length_aware_schedule", "no", ": expected a bool, got 'no'"),
         ("backend", "fa2", ": expected one of auto, xqa, trtllm-gen, cake, got 'fa2'"),

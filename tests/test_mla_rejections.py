@@ -74,7 +74,7 @@ ROWS: dict[str, list[Row]] = {
         (
             COUNTERS,
             torch.empty(1, device="meta"),
-            ".device: expected cpu (of the other tensors), got meta",
+            ".device: expected cpu (of the first tensor), got meta",
         ),
         ("cute_dsl_impl", "fast", ": expected one of auto, modular, monolithic, got 'fast'"),
         ("kv_scale_format", "UE8M0-G32", ": expected one of auto, pow2_fp32, ... 'ue8m0_g32'"),

@@ -13,6 +13,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
 from mlagen.settings import current_settings
+from mlagen.values import require
 
 # The versions that the plugins are tested with; the extras of pyproject.toml repeat them.
 TESTED = {"vllm": "<0.34,>=0.33", "sglang": "<0.5.24,>=0.5.23"}
@@ -56,6 +57,12 @@ def follow_batch_invariance(is_on: bool) -> bool:
     if is_on:
         os.environ.setdefault("MLAGEN_BATCH_INVARIANT", "1")
     return current_settings().batch_invariant
+
+
+def require_batch_invariance(is_on: bool, option: str) -> None:
+    """Make calls batch-invariant as :func:`follow_batch_invariance`; ValueError if they are not."""
+    is_followed = not is_on or follow_batch_invariance(is_on)
+    require(is_followed, option, "MLAGEN_BATCH_INVARIANT=1", "0")
 
 
 def version_of(server: str) -> str:

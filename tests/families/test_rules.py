@@ -89,7 +89,7 @@ def of_another_dtype(tensor: torch.Tensor) -> torch.Tensor:
 BREAKS = {
     "device": (
         lambda tensor: tensor.to("meta"),
-        ".device: expected cpu (of the other tensors), got meta",
+        ".device: expected cpu (of the first tensor), got meta",
     ),
     "dtype": (of_another_dtype, ".dtype: expected torch."),
     "contiguous": (strided, " must be contiguous: expected no gaps in shape ["),

@@ -777,7 +777,7 @@ _STRIDE = "stride of a token of cache"
             (
                 "slot_mapping",
                 _INTS.to("meta"),
-                ".device: expected cpu (of the other tensors), got meta",
+                ".device: expected cpu (of the first tensor), got meta",
             ),
             (
                 "cache",

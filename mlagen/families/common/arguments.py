@@ -78,8 +78,8 @@ def require_tensor(value: object, argument: str) -> torch.Tensor:
 
 
 def require_device(tensor: torch.Tensor, argument: str, device: torch.device) -> None:
-    """Reject a tensor that is not on the device of the other tensors."""
-    rule = f"{device} (of the other tensors)"
+    """Reject a tensor on another device than that of the first tensor of a call."""
+    rule = f"{device} (of the first tensor)"
     require(tensor.device == device, f"{argument}.device", rule, tensor.device)
 
 
@@ -253,7 +253,7 @@ def canonical_scale(scale: object, argument: str) -> float | torch.Tensor:
 
 
 def canonical_sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
-    """Return 16-bit sinks as fp32, which launches one small kernel; others unchanged."""
+    """Return sinks as fp32, of which 16-bit ones launch one small kernel; no tensor unchanged."""
     if not isinstance(sinks, torch.Tensor):
         return sinks
     require_dtype(sinks, "sinks", (torch.float32, *DTYPES))

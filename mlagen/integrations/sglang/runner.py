@@ -20,7 +20,7 @@ from sglang.srt.runtime_context import (
     max_speculative_num_draft_tokens,
 )
 
-from mlagen.integrations.servers import follow_batch_invariance
+from mlagen.integrations.servers import require_batch_invariance
 from mlagen.integrations.sglang import DSV4, MHA, is_deepseek_v4
 from mlagen.integrations.warm_up import Calls, mla_calls
 from mlagen.integrations.warm_up import warm_up as warm_up_on
@@ -43,7 +43,8 @@ def check(runner: Any, name: str, backend: type) -> None:
     """
     for method, expected, got in _changed_methods(backend):
         reject(name, f"SGLang's {method}{expected}", got)
-    _follow_deterministic_inference()
+    is_deterministic = get_exec().deterministic.enable_deterministic_inference
+    require_batch_invariance(is_deterministic, "--enable-deterministic-inference")
     for architecture in runner.model_config.hf_config.architectures or ():
         whose = f"{DSV4} for DeepSeek-V4 and V4.1, whose attention is SGLang's dsv4"
         is_of_backend = is_deepseek_v4(architecture) == (name == DSV4)
@@ -65,12 +66,6 @@ def check(runner: Any, name: str, backend: type) -> None:
             "page_size: the sm90 kernels need a multiple of 16, got %d; pass --page-size 64",
             runner.page_size,
         )
-
-
-def _follow_deterministic_inference() -> None:
-    is_on = get_exec().deterministic.enable_deterministic_inference
-    is_followed = not is_on or follow_batch_invariance(is_on)
-    require(is_followed, "--enable-deterministic-inference", "MLAGEN_BATCH_INVARIANT=1", "0")
 
 
 def prefill_name(runner: Any) -> str | None:

@@ -18,7 +18,7 @@ from mlagen.integrations.dsv4 import (
     flash_mla_with_kvcache,
     padded_output,
 )
-from mlagen.integrations.servers import follow_batch_invariance
+from mlagen.integrations.servers import require_batch_invariance
 from mlagen.integrations.vllm.warm_up import WARM_UP, Group, warmed_backend_of
 from mlagen.integrations.warm_up import Calls
 from mlagen.values import require
@@ -32,9 +32,7 @@ def attention_of(flash_mla: Any) -> Any:
 
     Raises LookupError if its decode is not in ``_forward_decode``, or calls another function.
     """
-    is_on = envs.VLLM_BATCH_INVARIANT
-    is_followed = not is_on or follow_batch_invariance(is_on)
-    require(is_followed, "VLLM_BATCH_INVARIANT", "MLAGEN_BATCH_INVARIANT=1 with it", "0")
+    require_batch_invariance(envs.VLLM_BATCH_INVARIANT, "VLLM_BATCH_INVARIANT")
     function = vars(flash_mla).get("_forward_decode")
     if function is None:
         raise LookupError(f"{flash_mla.__qualname__}: expected a method _forward_decode, got none")
@@ -58,11 +56,10 @@ def attention_of(flash_mla: Any) -> Any:
         def forward_mqa(
             self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor
         ) -> None:
-            # vLLM counts the memory of a dummy run, which calls no prefill.
-            is_dummy = get_forward_context().attn_metadata is None
-            padded = prefill_output(output) if is_dummy and pads_prefill(self) else None
+            # vLLM sizes the KV cache by the peak memory of a dummy run, which calls no prefill.
+            if get_forward_context().attn_metadata is None and pads_prefill(self):
+                prefill_output(output)
             super().forward_mqa(q, kv, positions, output)
-            del padded
 
         def _forward_prefill(
             self,

@@ -57,13 +57,13 @@ class Model:
         if module is None:
             if import_module("vllm.platforms").current_platform.is_cuda():
                 _logger.warning("vllm: expected a module %s of the model, got none", self.layers)
-        else:
-            name, wrapped = _CHOICES.get(self.layers, _DSV4_CHOICE)
-            choice = getattr(module, name, None)
-            if choice is None:  # the model is vLLM's without an option of ours
-                _logger.warning("%s: expected %s in it, got none", self.layers, name)
-            elif not hasattr(choice, "__wrapped__"):
-                setattr(module, name, wrapped(choice))
+            return model
+        name, wrapped = _CHOICES.get(self.layers, _DSV4_CHOICE)
+        choice = getattr(module, name, None)
+        if choice is None:  # the model is vLLM's without an option of ours
+            _logger.warning("%s: expected %s in it, got none", self.layers, name)
+        elif not hasattr(choice, "__wrapped__"):
+            setattr(module, name, wrapped(choice))
         return model
 
 

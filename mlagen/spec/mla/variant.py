@@ -160,27 +160,25 @@ def require_supported(variant: MlaVariant) -> None:
     """
     if any(row.covers(variant) for row in SUPPORTED):
         return
-    asked = f"no MLA decode kernel for query {variant.query_dtype}, cache {variant.kv_dtype}"
-    rows, others = [], []
-    for row in SUPPORTED:
-        if (row.query_dtype, row.kv_dtype) == (variant.query_dtype, variant.kv_dtype):
-            rows.append(row)
-        if any(lookup == variant.lookup for lookup, _, _ in row.modes):
-            others.append(row)
-    pairs = "; ".join(f"query {row.query_dtype}, cache {row.kv_dtype}" for row in others)
-    supported = f"supported with lookup {variant.lookup}: {pairs}"
-    if not rows:
-        raise UnsupportedError(f"{asked}; {supported}")
-    if any(row in others for row in rows):
-        supported = ""
-    dims = " or ".join(f"({rank}, {rope})" for row in rows for rank, rope in row.head_dims)
-    modes = " or ".join(f"({', '.join(mode)})" for row in rows for mode in row.modes)
-    raise UnsupportedError(
-        f"{asked}, "
-        f"(kv_lora_rank, qk_rope_head_dim) ({variant.kv_lora_rank}, {variant.qk_rope_head_dim}), "
-        f"(lookup, values, mask) ({variant.lookup}, {variant.values}, {variant.mask}); "
-        f"supported there: {dims} with {modes}{supported and f'; {supported}'}"
-    )
+    of_pair = [
+        row
+        for row in SUPPORTED
+        if (row.query_dtype, row.kv_dtype) == (variant.query_dtype, variant.kv_dtype)
+    ]
+    of_lookup = [row for row in SUPPORTED if variant.lookup in {mode[0] for mode in row.modes}]
+    message = f"no MLA decode kernel for query {variant.query_dtype}, cache {variant.kv_dtype}"
+    if of_pair:
+        dims = " or ".join(f"({rank}, {rope})" for row in of_pair for rank, rope in row.head_dims)
+        modes = " or ".join(f"({', '.join(mode)})" for row in of_pair for mode in row.modes)
+        message += (
+            f", (kv_lora_rank, qk_rope_head_dim) {variant.head_dims}, "
+            f"(lookup, values, mask) ({', '.join(variant.mode)}); "
+            f"supported there: {dims} with {modes}"
+        )
+    if not any(row in of_lookup for row in of_pair):
+        pairs = "; ".join(f"query {row.query_dtype}, cache {row.kv_dtype}" for row in of_lookup)
+        message += f"; supported with lookup {variant.lookup}: {pairs}"
+    raise UnsupportedError(message)
 
 
 # Of a kernel that gathers the tokens of top-k indices.

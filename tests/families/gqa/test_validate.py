@@ -158,7 +158,7 @@ ROWS: Rows = {
         (
             "kv_cache_sf[1]",
             lambda sf: sf.to("meta"),
-            ".device: expected cpu (of the other tensors), got meta",
+            ".device: expected cpu (of the first tensor), got meta",
         ),
         ("kv_cache[0]", displaced, ".data_ptr(): expected a multiple of 4, got 1 more than one"),
         ("kv_cache[1]", lambda kv: padded(kv, dim=3), ".stride(1): expected a multiple of 4, got"),

@@ -178,8 +178,8 @@ def test_a_broken_rule_is_rejected(row: Row) -> None:
     check(row)
 
 
-PER_TOKEN: dict[str, Any] = {"dtype": E4M3, "kv_format": "fp8_per_token", "top_k": 70}
 DIMS = "(kv_lora_rank, qk_rope_head_dim)"
+PER_TOKEN: dict[str, Any] = {"dtype": E4M3, "kv_format": "fp8_per_token", "top_k": 70}
 UNSUPPORTED: dict[str, dict[str, Any]] = {
     f"query fp16, cache fp16, {DIMS} (384, 64), ": {"kv_lora_rank": 384, "dtype": torch.float16},
     f"query e4m3, cache e4m3, {DIMS} (256, 0), ": {
