@@ -154,7 +154,11 @@ ROWS: dict[str, list[Row]] = {
         ),
         (MORE_LENS, ints(1), ".shape: expected [2] or [2, 1] (query tokens), got [1]"),
         ("sinks", torch.zeros(15), ".shape: expected [16] (heads of query), got [15]"),
-        ("sinks", torch.zeros(16).double(), ".dtype: ... or torch.float16, got torch.float64"),
+        (
+            "sinks",
+            torch.zeros(16).double(),
+            ".dtype: expected torch.float32 or torch.bfloat16 or torch.float16, got torch.float64",
+        ),
         ("sinks", [torch.zeros(16)] * 2, ": expected a list of one tensor, got 2"),
         ("bmm1_scale", "1", ": expected a float or a torch.float32 tensor of one element, got '1'"),
         ("bmm2_scale", torch.ones(2), ".numel(): expected 1, got 2"),
