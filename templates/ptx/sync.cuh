@@ -32,8 +32,9 @@ __device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
 }
 
 // elect.sync
-// Called by a warp; true in one lane. Compilers know that no other lane executes what this guards:
-// operands in uniform registers, as those of a bulk copy, need no loop over the lanes. Needs sm_90.
+// Waits for all lanes of the warp; true in one of them. So no lane still waits for a phase that a
+// guarded copy lets end. Compilers know that no other lane executes what this guards: operands in
+// uniform registers, as those of a bulk copy, need no loop over the lanes. Needs sm_90.
 __device__ inline bool elect_sync() {
   u32 is_elected;
   asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}"

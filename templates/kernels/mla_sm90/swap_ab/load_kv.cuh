@@ -46,7 +46,7 @@ __device__ inline void producer_loop(const Params& params, int, WorkCoord coord,
 #pragma unroll
       for (int stage = 0; stage < kStagesPerBlock; ++stage) {
         wait(smem.kv_empty[pipe.index], pipe.phase ^ 1);
-        if (lane_index() == 0) {
+        if (elect_sync()) {
           copy_stage(params, boxes, stage * kTilesPerStage, shared_address(smem.kv[pipe.index]),
                      shared_address(&smem.kv_full[pipe.index]), cache_hint);
         }
