@@ -49,8 +49,7 @@ def test_a_step_and_its_graph_are_as_with_flash_mla(
     ours = import_module("mlagen.integrations.vllm.dsv4").attention_of(theirs)
     layers = [layer_of(cls, kind, device) for cls in (theirs, ours)]
     metadata = built_metadata(layers[0], kind, device)
-    context = SimpleNamespace(attn_metadata=metadata)
-    monkeypatch.setitem(theirs.forward_mqa.__globals__, "get_forward_context", lambda: context)
+    forward_context = import_module("vllm.forward_context")
     flash_mla = import_module("vllm.v1.attention.ops.flashmla")
     query = problem.queries(len(POSITIONS)).nan_to_num().to(device)
 
@@ -58,7 +57,9 @@ def test_a_step_and_its_graph_are_as_with_flash_mla(
         for name in SCHEDULES:  # one that is not planned
             meta = flash_mla.get_mla_metadata()[0]
             setattr(metadata["layer.swa_cache"], f"tile_sched_{name}", meta)
-        layer.forward_mqa(query, None, None, output)
+        context = SimpleNamespace(attn_metadata=metadata)
+        with forward_context.override_forward_context(context):
+            layer.forward_mqa(query, None, None, output)
         return output[:, : problem.HEADS]
 
     expected = attended(layers[0], torch.empty_like(query))

@@ -40,9 +40,14 @@ ALONE = 8
 DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 RANDOM = "random"  # loads no weights, and draws them
 WITHOUT_MODELS = "alone"  # beside a backend: layers that choose their attention keep vLLM's
+# Without vLLM's warm-up, which compiles the kernels of hyper-connections one by one, for minutes.
+V4 = {
+    "kv_cache_dtype": "fp8",
+    "kernel_config": OPTIONS["kernel_config"] | {"enable_jit_warmup": False},
+}
 # The options of models without weights, and the weights of their norms.
 DRAWN: dict[str, tuple[dict[str, Any], float]] = {
-    "deepseek_v4": ({"kv_cache_dtype": "fp8"}, 1.0),
+    "deepseek_v4": (V4, 1.0),
     "minimax_m3_mtp": ({}, M3_NORM),
     "qwen4_exp_text": ({}, M3_NORM),
 }
