@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 from typing import Any
 
 import pytest
 import torch
 
 from tests.integrations import engines
-from tests.integrations.servers import is_installed
+from tests.integrations.servers import is_installed, require_parts
 from tests.integrations.sglang import engine
 
 # Behind the warm-up nothing is compiled.
@@ -70,11 +67,7 @@ def test_tokens_of_deepseek_v4_are_those_of_flash_mla(
     pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17")
     if torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0, where SGLang decodes by FlashMLA")
-    for part in V4_PARTS:
-        if find_spec(part) is None:
-            pytest.skip(f"SGLang's DeepSeek-V4 needs {part}")
-    if which("nvcc") is None and "CUDA_HOME" not in os.environ:
-        pytest.skip("SGLang's DeepSeek-V4 needs nvcc, which compiles its kernels at run time")
+    require_parts("SGLang's DeepSeek-V4", V4_PARTS)
     engines.save_deepseek_v4(tmp_path, **engines.V4_OF_SGLANG)
     prompts = engines.prompts()
     theirs, ours = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,17 @@ import pytest
 import torch
 
 from tests.integrations import engines
-from tests.integrations.servers import is_installed
+from tests.integrations.servers import is_installed, require_parts
 from tests.integrations.vllm import engine
 
 # What DeepSeek-V4 needs of vLLM's wheel, and beside it: its operators, FlashMLA, DeepGEMM and what
-# compiles the kernels of hyper-connections.
+# compiles the kernels of hyper-connections, and of compressed tokens.
 V4_PARTS = (
     "vllm._C_stable_libtorch",
     "vllm._flashmla_C",
     "vllm.third_party.deep_gemm._C_extension",
     "tilelang",
+    "cutlass",
 )
 # vLLM's own for sparse layers.
 M3_DECODE, QWEN_ATTENTION = "_gqa_sparse_decode_kernel", "_qsa_sparse_paged_gqa_splitk_kernel"
@@ -186,9 +186,7 @@ def test_tokens_of_deepseek_v4_are_those_of_flash_mla(
     pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17")
     if torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0, where vLLM decodes by FlashMLA")
-    for part in V4_PARTS:
-        if find_spec(part) is None:
-            pytest.skip(f"vLLM's DeepSeek-V4 needs {part}")
+    require_parts("vLLM's DeepSeek-V4", V4_PARTS)
     engines.save_deepseek_v4(tmp_path)
     prompts = engines.prompts()
     runs = [

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import make_dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import Parameter, Signature
+from shutil import which
 from types import ModuleType
 from typing import Any
 
@@ -58,6 +60,15 @@ def is_installed(server: str) -> bool:
     if module is not None:
         return module.__spec__ is not None
     return find_spec(server) is not None
+
+
+def require_parts(model: str, parts: Iterable[str]) -> None:
+    """Skip where a server lacks modules that its model needs, or nvcc, which they call."""
+    missing = [part for part in parts if find_spec(part) is None]
+    if which("nvcc") is None and "CUDA_HOME" not in os.environ:
+        missing.append("nvcc")
+    if missing:
+        pytest.skip(f"{model} needs {', '.join(missing)}")
 
 
 @contextmanager
