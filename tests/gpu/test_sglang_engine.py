@@ -70,14 +70,16 @@ def test_tokens_of_deepseek_v4_are_those_of_flash_mla(
     require_parts("SGLang's DeepSeek-V4", V4_PARTS)
     engines.save_deepseek_v4(tmp_path, **engines.V4_OF_SGLANG)
     prompts = engines.prompts()
+    # Without a checkpoint to look into, SGLang takes the experts for FP4 ones.
+    environment = ENVIRONMENT | {"SGLANG_DSV4_FP4_EXPERTS": "0"}
     theirs, ours = (
-        engines.engine_over(engine.__name__, ENVIRONMENT, tmp_path, backend, mode, prompts)
+        engines.engine_over(engine.__name__, environment, tmp_path, backend, mode, prompts)
         for backend in ("dsv4", "mlagen_dsv4")
     )
 
     assert (theirs["backends"], ours["backends"]) == (["dsv4"], ["mlagen_dsv4"])
     assert not any(name.startswith("mla_sm") for name in theirs["kernels"])
     engines.assert_decodes_by("mla_sm", ours, mode, layers=len(engines.V4_LAYERS))
-    engines.assert_like_another(ours, theirs)
+    engines.assert_like_another(ours, theirs, least=engines.V4_LEAST)
     (line,) = [each for each in ours["log"].splitlines() if "mlagen: warm-up of" in each]
     assert line.endswith("; frozen")
