@@ -96,6 +96,7 @@ class WarmUp(VllmJitKernel[Calls]):
     def __init__(self) -> None:
         super().__init__()
         self.groups: WeakSet[Group] = WeakSet()  # also of drafts; not those of a profiling run
+        self.warm: set[Calls] = set()
 
     def add(self, group: Group) -> None:
         """Add a group, and warm it up at once if vLLM runs no warm-up."""
@@ -118,7 +119,10 @@ class WarmUp(VllmJitKernel[Calls]):
     def _warm_up(self, calls: Iterable[Calls], groups: list[Group]) -> None:
         for group in groups:
             group.warm_up_prefill()
-        warm_up(calls, torch.cuda.current_device(), _logger.info)
+        new = dict.fromkeys(call for call in calls if call not in self.warm)
+        if new:  # groups have equal layers
+            warm_up(new, torch.cuda.current_device(), _logger.info)
+            self.warm |= new.keys()
 
 
 WARM_UP = WarmUp()

@@ -42,6 +42,7 @@ def module(vllm: Import, monkeypatch: Patch) -> Iterator[ModuleType]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     yield module
     module.WARM_UP.groups.clear()
+    module.WARM_UP.warm.clear()
 
 
 @pytest.fixture
@@ -91,13 +92,16 @@ def test_a_worker_warms_up_once(
 def test_without_vllms_warm_up_each_group_warms_up_when_built(
     module: ModuleType, warmed: list[Any]
 ) -> None:
-    """``--enforce-eager`` switches vLLM's warm-up off, and no request compiles still."""
+    """``--enforce-eager`` switches vLLM's warm-up off, and no request compiles still.
+
+    A group whose calls are warm adds no line to the log.
+    """
     steps: list[str] = []
-    groups = [Group([name], steps, enabled=False) for name in "ab"]
+    groups = [Group(calls, steps, enabled=False) for calls in (["a"], ["b", "a"], ["a"])]
     for group in groups:
         module.WARM_UP.add(group)
     assert warmed == [(["a"], 5), (["b"], 5)]
-    assert steps == ["prefill of a", "prefill of b"]
+    assert steps == ["prefill of a", "prefill of b", "prefill of a"]
 
 
 def test_groups_of_a_profiling_run_are_forgotten(module: ModuleType) -> None:
