@@ -70,8 +70,10 @@ def test_tokens_of_deepseek_v4_are_those_of_flash_mla(
     require_parts("SGLang's DeepSeek-V4", V4_PARTS)
     engines.save_deepseek_v4(tmp_path, **engines.V4_OF_SGLANG)
     prompts = engines.prompts()
-    # Without a checkpoint to look into, SGLang takes the experts for FP4 ones.
-    environment = ENVIRONMENT | {"SGLANG_DSV4_FP4_EXPERTS": "0"}
+    environment = ENVIRONMENT | {
+        "SGLANG_DSV4_FP4_EXPERTS": "0",  # it has no checkpoint to look into
+        "SGLANG_ENABLE_COLOCATED_BATCH_GEN": "1",  # a list of prompts arrives at once
+    }
     theirs, ours = (
         engines.engine_over(engine.__name__, environment, tmp_path, backend, mode, prompts)
         for backend in ("dsv4", "mlagen_dsv4")

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
-from sglang.srt.models.deepseek_common.attention_backend_handler import handle_attention_dsa
 from torch.nn.functional import pad
 
 from mlagen.integrations.sglang.mla import introduce
@@ -28,11 +27,12 @@ def backend_of(runner: Any, name: str) -> MlagenDSABackend:
     backend = MlagenDSABackend(runner)
     is_fp8 = backend.kv_cache_dtype == torch.float8_e4m3fn
     row_bytes = backend.kv_cache_dim
-    advice = "pass --kv-cache-dtype bfloat16 or --dsa-prefill-backend flashmla_kv"
+    both = "--dsa-prefill-backend flashmla_kv --dsa-decode-backend flashmla_kv"
+    advice = f"pass --kv-cache-dtype bfloat16, or {both}"
     rule = f"rows of {_ROW_BYTES} bytes in an FP8 cache"
     require(not is_fp8 or row_bytes == _ROW_BYTES, name, rule, f"{row_bytes}; {advice}")
     require(backend.dcp_size <= 1, name, "--dcp-size 1", backend.dcp_size)
-    introduce(name, handle_attention_dsa)
+    introduce(name, "dsa")
     serve_drafts(name, "dsa", MlagenDSABackend)
     warm_up_mla(
         runner,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.trtllm_mla_backend import TRTLLMMLABackend
 from sglang.srt.models.deepseek_common import utils as models
-from sglang.srt.models.deepseek_common.attention_backend_handler import (
-    AttentionBackendRegistry,
-    handle_attention_trtllm_mla,
-)
+from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from sglang.srt.runtime_context import get_parallel, get_platform
 
 from mlagen.integrations.sglang.runner import (
@@ -22,6 +20,8 @@ from mlagen.integrations.sglang.runner import (
 )
 from mlagen.integrations.warm_up import workspace
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
+
+_SARVAM = "sglang.srt.models.sarvam_moe"  # its models have handlers of their own
 
 
 def backend_of(runner: Any, name: str) -> MlagenMLABackend:
@@ -38,7 +38,7 @@ def backend_of(runner: Any, name: str) -> MlagenMLABackend:
             "than Blackwell, such as fa3"
         )
     check(runner, name, MlagenMLABackend)
-    introduce(name, handle_attention_trtllm_mla)
+    introduce(name, "trtllm_mla")
     serve_drafts(name, "trtllm_mla", MlagenMLABackend)
     backend = MlagenMLABackend(runner)
     is_fp8 = backend.data_type == torch.float8_e4m3fn  # SGLang quantizes the query then
@@ -54,9 +54,13 @@ def backend_of(runner: Any, name: str) -> MlagenMLABackend:
     return backend
 
 
-def introduce(name: str, handler: Any) -> None:
-    """Make SGLang's models absorb the weights for a backend, where ``handler`` says so."""
-    AttentionBackendRegistry.register(name, handler)
+def introduce(name: str, like: str) -> None:
+    """Make SGLang's models treat a backend as ``like``, and absorb the weights for it."""
+    registries = [AttentionBackendRegistry]
+    if _SARVAM in sys.modules:
+        registries.append(sys.modules[_SARVAM].AttentionBackendRegistry)
+    for registry in registries:
+        registry.register(name, registry.get_handler(like))
     if name not in models.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
         models.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(name)
 

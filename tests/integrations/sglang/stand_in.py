@@ -32,7 +32,7 @@ def register_attention_backend(name: str) -> Callable[[Any], Any]:
 class AttentionBackendRegistry:
     """How the DeepSeek models treat the backends."""
 
-    _handlers: dict[str, Any] = {}  # noqa: RUF012
+    _handlers: dict[str, Any] = {"dsa": object(), "trtllm_mla": object()}  # noqa: RUF012
 
     @classmethod
     def register(cls, backend_name: str, handler_func: Any) -> None:
@@ -43,6 +43,12 @@ class AttentionBackendRegistry:
     def get_handler(cls, backend_name: str) -> Any:
         """Return the handler of a backend."""
         return cls._handlers[backend_name]
+
+
+class SarvamRegistry(AttentionBackendRegistry):
+    """How the Sarvam models treat the backends."""
+
+    _handlers: dict[str, Any] = {"dsa": object(), "trtllm_mla": object()}  # noqa: RUF012
 
 
 def _function(name: str, parameters: str, result: Any = None) -> Any:
@@ -459,11 +465,8 @@ MODULES: dict[str, dict[str, Any]] = {
     "sglang.srt.layers.attention.trtllm_mla_backend": named(TRTLLMMLABackend),
     "sglang.srt.layers.radix_attention": named(RadixAttention),
     "sglang.srt.mem_cache.deepseek_v4_memory_pool": named(DeepSeekV4TokenToKVPool),
-    "sglang.srt.models.deepseek_common.attention_backend_handler": named(
-        AttentionBackendRegistry,
-        _function("handle_attention_dsa", "attn forward_batch"),
-        _function("handle_attention_trtllm_mla", "attn forward_batch"),
-    ),
+    "sglang.srt.models.deepseek_common.attention_backend_handler": named(AttentionBackendRegistry),
+    "sglang.srt.models.sarvam_moe": {"AttentionBackendRegistry": SarvamRegistry},
     "sglang.srt.models.deepseek_common.utils": {
         "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": ["trtllm_mla"]
     },

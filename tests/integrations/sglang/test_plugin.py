@@ -19,10 +19,10 @@ from tests.integrations.sglang.conftest import runner
 
 NAME = "mlagen_mla"
 ALONE = {"attention_backend": NAME, "prefill_attention_backend": None}
-# The class of each backend, and SGLang's handler of its models.
+# The class of each backend, and the backend as which SGLang's models treat it.
 MADE = {
-    NAME: ("MlagenMLABackend", "handle_attention_trtllm_mla"),
-    "mlagen_dsa": ("MlagenDSABackend", "handle_attention_dsa"),
+    NAME: ("MlagenMLABackend", "trtllm_mla"),
+    "mlagen_dsa": ("MlagenDSABackend", "dsa"),
     "mlagen_mha": ("MlagenMHABackend", None),
 }
 GQA: dict[str, Any] = {"use_mla_backend": False}
@@ -57,7 +57,10 @@ def test_a_model_runner_gets_the_backend(
     """The registry makes the backend, which the models then treat as SGLang's own."""
     registry = sglang("sglang.srt.layers.attention.attention_registry")
     models = sglang("sglang.srt.models.deepseek_common.utils")
-    handlers = sglang("sglang.srt.models.deepseek_common.attention_backend_handler")
+    handlers = [
+        sglang(f"sglang.srt.models.{module}").AttentionBackendRegistry
+        for module in ("deepseek_common.attention_backend_handler", "sarvam_moe")
+    ]
     sglang("mlagen.integrations.sglang").register()
 
     for _ in range(2):  # a draft model has a runner of its own
@@ -67,7 +70,8 @@ def test_a_model_runner_gets_the_backend(
     assert type(backend) is getattr(backends[name], made)
     if like:
         assert models.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.count(name) == 1
-        assert handlers.AttentionBackendRegistry.get_handler(name) is getattr(handlers, like)
+        for each in handlers:
+            assert each.get_handler(name) is each.get_handler(like)
 
 
 @pytest.mark.parametrize(
