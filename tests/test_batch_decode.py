@@ -16,6 +16,7 @@ from mlagen.decode import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
+from mlagen.errors import ArgumentError
 from mlagen.gqa.plan import within_page_ids
 from mlagen.planned.metadata import Requests
 from tests.problems.batch_decode import (
@@ -62,6 +63,42 @@ class TestBatchDecode:
         wrapper = wrapper_of(problem, seq_lens=problem.seq_lens, last_page_len=tails)
 
         problem.check(run(wrapper, problem))
+
+    @pytest.mark.parametrize("has_lengths", [False, True])
+    def test_block_tables_of_a_plan(self, has_lengths: bool, device: str) -> None:
+        """With trtllm-gen and cudnn their page ids replace `indices`; others ignore them."""
+        problem = PLAIN.build(device)
+        lengths = {"seq_lens": problem.seq_lens} if has_lengths else {}
+        tables: dict[str, Any] = {"block_tables": problem.block_tables} | lengths
+        given = plan_arguments(problem, **tables)
+        given["indices"].fill_(-1)
+
+        for backend in ("trtllm-gen", "cudnn"):
+            scratch, layout = workspace_for(problem), problem.case.layout
+            wrapper = BatchDecodeWithPagedKVCacheWrapper(scratch, layout, backend=backend)
+            wrapper.plan(**given)
+            problem.check(run(wrapper, problem))
+
+        tables["block_tables"] = torch.full_like(problem.block_tables, -1)
+        problem.check(run(wrapper_of(problem, **tables), problem))
+
+    @pytest.mark.parametrize(
+        ("shape", "dtype", "message"),
+        [
+            ((2, 4), torch.int64, "dtype: expected torch.int32 or .* got torch.int64"),
+            ((8,), torch.int32, "ndim: expected 2, got 1"),
+            ((3, 4), torch.int32, r"shape\[0\]: expected 2 \(batch of last_page_len\), got 3"),
+            ((2, 1), torch.int32, r"shape\[1\]: expected 5 or more \(pages\), got 1"),
+        ],
+    )
+    def test_block_tables_that_hold_no_pages(
+        self, shape: tuple[int, ...], dtype: torch.dtype, message: str
+    ) -> None:
+        """They are rejected in one line."""
+        problem = GqaCase(seq_lens=(70, 3)).build("cpu")
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace_for(problem), backend="cudnn")
+        with pytest.raises(ArgumentError, match=rf"^block_tables\.{message}$"):
+            wrapper.plan(**plan_arguments(problem, block_tables=torch.zeros(shape, dtype=dtype)))
 
     def test_scales_multiply(self, device: str) -> None:
         """Scales of query and keys multiply the scores, as floats and as tensors."""

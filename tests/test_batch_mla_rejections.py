@@ -264,3 +264,13 @@ def test_a_run_that_its_plan_does_not_declare_is_rejected(
     for _ in range(2):
         with rejects(message):
             run(wrapper, PROBLEM, **changes)
+
+
+def test_scales_of_latents_need_a_plan_that_declares_them() -> None:
+    """The error over an e4m3 cache names the mode that a plan without a contract lacks."""
+    problem = replace(SOME, **KINDS["e4m3"]).build("cpu")
+    wrapper = new_wrapper("cpu")
+    wrapper.plan(**plan_arguments(problem))
+    message = "ckv_scale, ckv_scale_arr, kpe_scale: expected None but with scale_mode kv-per-tensor"
+    with rejects(f"{message}..."):
+        run(wrapper, problem, ckv_scale=1.0, kpe_scale=1.0)

@@ -33,7 +33,7 @@ TUNING: dict[str, tuple[Any, ...]] = {
 }
 # Entry point, facts of a problem, keyword, and the values that change no result.
 UNUSED: list[tuple[str, dict[str, Any], str, tuple[Any, ...]]] = [
-    ("trtllm", SCALED, "backend", ("auto", "xqa", "trtllm-gen", "cute-dsl")),
+    ("trtllm", SCALED, "backend", ("auto", "xqa", "trtllm-gen", "cute-dsl", "cake")),
     ("trtllm", RAGGED, "max_q_len", (None, 0, 1, 4, 1000)),
     *(("trtllm", facts, *row) for facts in ({}, SPARSE) for row in TUNING.items()),
     ("trtllm", {}, "sparse_mla_top_k", (0,)),

@@ -112,17 +112,21 @@ def plan_of(
     q_len: int,
     device: torch.device,
     buffers: GraphBuffers | None,
+    block_tables: torch.Tensor | None = None,
 ) -> Plan[DecodeSettings]:
     """Return the plan of the given requests, whose metadata is copied.
 
-    The longest sequence is exact: calls of one problem have equal splits, and equal bits, by every
-    entry point. It is read back where only the device has lengths, but not for CUDA graphs.
+    Block tables replace the page ids of the requests. The longest sequence is exact: calls of one
+    problem have equal splits, and equal bits, by every entry point. It is read back where only the
+    device has lengths, but not for CUDA graphs.
     """
     given, page_size = checked(given, device), settings.page_size
     if seq_lens is not None:
         require_memory(require_tensor(seq_lens, "seq_lens"), "seq_lens")
         require_ints(seq_lens, "seq_lens", seq_lens.device, ((given.batch,),), "batch")
     _check_tails(given.kv_len_arr, page_size)
+    if block_tables is not None:
+        given = _with_pages_of(block_tables, given, seq_lens, page_size, device)
     offsets, lengths = within_page_ids(given, seq_lens, page_size, device)
     known = {"kv_len_arr": lengths if seq_lens is None else seq_lens}
     names = {**given.names, "kv_len_arr": "seq_lens"}
@@ -171,6 +175,37 @@ def within_page_ids(
         lengths = (pages - 1) * page_size + lengths
     lengths = torch.minimum(lengths.clamp(0, INT32_MAX), pages * page_size)
     return indptr.to(torch.int32), lengths.to(torch.int32)
+
+
+def _with_pages_of(
+    block_tables: torch.Tensor,
+    given: Requests,
+    seq_lens: torch.Tensor | None,
+    page_size: int,
+    device: torch.device,
+) -> Requests:
+    """Return requests of as many tokens, whose page ids are those of block tables."""
+    names = {**given.names, "kv_indices": "block_tables"}
+    rows = Requests(kv_indices=block_tables, kv_len_arr=given.kv_len_arr, names=names)
+    table = checked(rows, device).kv_indices.view(torch.int32)
+    if seq_lens is None:
+        assert given.kv_indptr is not None
+        lengths = given.kv_indptr.cpu().long().diff().sub(1).mul(page_size) + given.kv_len_arr.cpu()
+    else:
+        lengths = seq_lens.cpu().long()
+    pages = (lengths.clamp(min=0) + page_size - 1) // page_size
+    max_pages = int(pages.max()) if len(pages) else 0
+    width = table.shape[1]
+    require(width >= max_pages, "block_tables.shape[1]", f"{max_pages} or more (pages)", width)
+    is_cached = torch.arange(width) < pages[:, None]
+    tails = lengths - (pages - 1) * page_size
+    return given.with_tensors(
+        {
+            "kv_indptr": torch.cat([pages.new_zeros(1), pages.cumsum(0)]).int(),
+            "kv_indices": table[is_cached.to(table.device)],
+            "kv_len_arr": tails.clamp(0, page_size).int(),
+        }
+    )
 
 
 def _check_tails(last_page_len: torch.Tensor, page_size: int) -> None:
@@ -272,9 +307,10 @@ def _check_as_planned(
     ):
         if isinstance(tensor, torch.Tensor) and tensor.dtype is not dtype:
             reject_dtype(f"{name}.dtype", f"{dtype} ({planned} of plan)", tensor.dtype)
-    expected = (plan.requests.batch * q_len, settings.num_qo_heads, settings.head_dim)
+    expected = [plan.requests.batch * q_len, settings.num_qo_heads, settings.head_dim]
     why = f"batch * q_len_per_req of {q_len}, num_qo_heads and head_dim of plan"
-    require(tuple(query.shape) == expected, "q.shape", f"{list(expected)} ({why})", query.shape)
+    shape = list(query.shape)
+    require(shape == expected, "q.shape", f"{expected} ({why})", shape)
     if cache.dim() in {4, 5}:
         sizes = (settings.page_size, settings.num_kv_heads)
         axes = (-3, -2) if settings.kv_layout == "NHD" else (-2, -3)

@@ -44,6 +44,7 @@ from mlagen.torch_ops.traced import is_compiling, is_traced, require_eager_memor
 from mlagen.values import is_scalar
 
 _BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen", "cute-dsl", "cudnn")
+_OF_TABLES = ("trtllm-gen", "cudnn")  # whose plans may have block tables
 
 Both = tuple[torch.Tensor, torch.Tensor]
 
@@ -73,7 +74,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         longer than any plan needs. Runs read the page ids there, and offsets and lengths in copies
         that a plan makes.
     backend : str
-        ``auto``, ``fa2``, ``fa3``, ``trtllm-gen``, ``cute-dsl`` and ``cudnn`` are equivalent.
+        ``auto``, ``fa2``, ``fa3``, ``trtllm-gen``, ``cute-dsl`` and ``cudnn`` are equivalent,
+        but for ``block_tables`` of a plan.
     jit_args, jit_kwargs : None
         Customized kernels are not implemented; ``jit_kwargs`` may be empty.
 
@@ -105,7 +107,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._workspace = require_tensor(float_workspace_buffer, "float_workspace_buffer")
         self._kv_layout = require_choice(kv_layout, "kv_layout", LAYOUTS)
         require_flag(use_tensor_cores, "use_tensor_cores")
-        require_choice(backend, "backend", _BACKENDS)
+        self._reads_tables = require_choice(backend, "backend", _BACKENDS) in _OF_TABLES
         reject_unserved("jit_args", jit_args, None)
         reject_unserved("jit_kwargs", jit_kwargs or None, None)
         self._plan: Plan[DecodeSettings] | None = None
@@ -222,8 +224,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
             The default of the first two where they are None.
         sm_scale : float
             Multiplies the scores before softmax; ``head_dim ** -0.5`` if None.
-        rope_scale, rope_theta, non_blocking, block_tables
-            Ignored: nothing is rotated, no copy waits, and ``indices`` has the page ids.
+        rope_scale, rope_theta, non_blocking
+            Ignored: nothing is rotated, and no copy waits.
+        block_tables : int32 or uint32 [batch, max_pages]
+            With backend ``trtllm-gen`` or ``cudnn`` the page ids, copied as those of ``indices``,
+            which are ignored then; with other backends ignored, as in FlashInfer.
         seq_lens : int32 or uint32 [batch]
             Tokens of each request, instead of those that ``last_page_len`` implies.
         fixed_split_size : int
@@ -298,7 +303,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
             names=NAMES,
         )
         device = self._workspace.device
-        self._plan = plan_of(given, seq_lens, settings, q_len, device, self._buffers)
+        tables = block_tables if self._reads_tables else None
+        self._plan = plan_of(given, seq_lens, settings, q_len, device, self._buffers, tables)
         self._plans_of_runs = {}
 
     def run(

@@ -285,9 +285,11 @@ def _kv_scales(settings: MlaSettings, run: MlaRun, ckv_cache: torch.Tensor) -> t
     contract = settings.contract
     if contract is None or contract.scale_mode != "kv-per-tensor":
         if any(has):
+            why = "only valid when kv_data_type is torch.float8_e4m3fn, expected None"
+            if ckv_cache.dtype is torch.float8_e4m3fn:
+                why = "expected None but with scale_mode kv-per-tensor"
             raise ArgumentError(
-                "ckv_scale, ckv_scale_arr, kpe_scale: only valid when kv_data_type is "
-                f"torch.float8_e4m3fn, expected None, got a cache of {ckv_cache.dtype}"
+                f"ckv_scale, ckv_scale_arr, kpe_scale: {why}, got a cache of {ckv_cache.dtype}"
             )
         return 1.0, 1.0
     if has[0] == has[1]:

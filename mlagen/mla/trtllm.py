@@ -38,7 +38,7 @@ _JOINED = MlaArgNames()
 _IN_PARTS = MlaArgNames(query="query[0]", query_rope="query[1]")
 
 _AUTO = "auto"
-_SYNONYMS = (_AUTO, "xqa", "trtllm-gen", "cute-dsl")
+_SYNONYMS = (_AUTO, "xqa", "trtllm-gen", "cute-dsl", "cake")
 
 _SPARSE = "sparse"
 _IMPLEMENTATIONS = (_AUTO, "modular", "monolithic")
@@ -355,8 +355,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         CTAs of an sm90 kernel wait for each other, so it is a cooperative launch, whose CTAs start
         together when all of them fit.
     backend : str
-        ``auto``, ``xqa``, ``trtllm-gen`` and ``cute-dsl`` are equivalent. With ``sparse`` the cache
-        is fp8_ds_mla, and ``seq_lens`` has the top-k lengths, ``[batch, q_len]`` or
+        ``auto``, ``xqa``, ``trtllm-gen``, ``cute-dsl`` and ``cake`` are equivalent. With ``sparse``
+        the cache is fp8_ds_mla, and ``seq_lens`` has the top-k lengths, ``[batch, q_len]`` or
         ``[batch * q_len]``. None, and ``[batch]`` with q_len above 1, mean all
         ``sparse_mla_top_k``.
     is_var_seq : bool

@@ -231,6 +231,7 @@ def _check_caches(q: object, k_cache: object, v_cache: object, *, page_size: obj
     if values.shape[:-1] != keys.shape[:-1]:
         reject("v_cache.shape[:-1]", list(keys.shape[:-1]), list(values.shape[:-1]))
     require_strides(values, "v_cache", keys, "k_cache")
+    require(keys.shape[-1] >= _KV_LORA_RANK, "k_cache.shape[-1]", "576", keys.shape[-1])
     if not _KV_LORA_RANK <= values.shape[-1] <= keys.shape[-1]:
         rule = f"{_KV_LORA_RANK} to {keys.shape[-1]} (width of k_cache)"
         reject("v_cache.shape[-1]", rule, values.shape[-1])

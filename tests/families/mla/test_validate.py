@@ -99,6 +99,7 @@ ROWS: Rows = {
             ".stride(): expected (36864, 576, 576, 1) (of k_cache), got (64, 576, 576, 1)",
         ),
         ("v_cache", lambda kv: kv[..., :511], ".shape[-1]: expected 512 to 576 (width of k_cache)"),
+        ("k_cache", lambda kv: kv[..., :320], ".shape[-1]: expected 576, got 320"),
         ("page_size", 32, ": expected 64 (of k_cache), got 32"),
         ("page_table", lambda ids: ids[:1], ".shape[0]: expected 2 (batch), got 1"),
         ("seq_lens", lambda lens: lens.repeat(1, 2), ".ndim: expected 1, got 2"),
