@@ -11,8 +11,7 @@
 constexpr int kStages = 5;  // KV blocks, as many as fit
 
 // P overwrites the rope tile of its stage, if any, in swizzled rows of 64 bytes. The tile is dead
-// once the QK GEMM is complete: the four warps complete an MMA closer together than the time one
-// of them takes to compute P.
+// once the QK GEMM is complete: wgmma.wait_group waits for the MMAs of the whole warpgroup.
 constexpr u32 kProbabilitiesOffset = kLatentTiles * kTileBytes;
 
 struct SharedMemoryPlan {

@@ -25,8 +25,8 @@ __device__ constexpr u32 tile_offset(int stage, int tile) {
 }
 
 // P of a stage overwrites its rope tile, if any: only the QK GEMM reads that. No barrier joins the
-// four warps of warpgroup 0 before: they complete an MMA closer together than the time one of them
-// takes to compute P.
+// four warps of warpgroup 0 before: wgmma.wait_group waits for the MMAs of the whole warpgroup, on
+// which the release of a stage by one thread relies too.
 __device__ constexpr u32 probabilities_offset(int stage) {
   return tile_offset(stage, kLatentTiles);
 }
