@@ -197,7 +197,8 @@ def _with_pages_of(
     max_pages = int(pages.max()) if len(pages) else 0
     width = table.shape[1]
     require(width >= max_pages, "block_tables.shape[1]", f"{max_pages} or more (pages)", width)
-    is_cached = torch.arange(width) < pages[:, None]
+    columns = torch.arange(width, dtype=pages.dtype, device=pages.device)
+    is_cached = columns < pages[:, None]
     tails = lengths - (pages - 1) * page_size
     return given.with_tensors(
         {

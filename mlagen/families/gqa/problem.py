@@ -382,8 +382,7 @@ def _check_caches(args: GqaArgs, caches: Pair) -> tuple[int, int]:
         require(is_value, f"{names[1]}.shape[-1]", rule, value_width)
     require(page_size >= 1, name, "1 token or more in a page", page_size)
     require(kv_heads >= 1, name, "1 head or more", kv_heads)
-    layout = f" in {args.kv_layout}" if args.kv_layout != "NHD" else ""
-    multiple = f"a multiple of {kv_heads} (heads of {name}{layout})"
+    multiple = f"a multiple of {kv_heads} (heads of {name})"
     require(heads % kv_heads == 0, f"{args.names.query}.shape[-2]", multiple, heads)
     for cache, argument in zip(caches, names, strict=True):
         require_dense_last_dim(cache, argument)

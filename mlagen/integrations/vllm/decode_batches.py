@@ -17,6 +17,7 @@ from mlagen.decode import xqa_batch_decode_with_kv_cache as decode
 from mlagen.integrations.vllm.warm_up import WARM_UP, Named, WarmedGroup
 from mlagen.integrations.warm_up import Calls, gqa_calls, workspace
 from mlagen.spec.dtype import DType
+from mlagen.spec.gqa.variant import has_dim
 
 # Of metadata: masks that mlagen has not.
 _OTHER_MASKS = ("mm_prefix_range_tensor", "rswa_window")
@@ -29,6 +30,12 @@ class Sm90Backend(Named):
     def supports_compute_capability(cls, capability: Any) -> bool:
         """Return whether mlagen has an sm90 kernel for this GPU."""
         return (capability.major, capability.minor) == (9, 0)
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Return whether decode has a kernel of these dims, and the rest, too."""
+        is_served: bool = super().supports_head_size(head_size)  # type: ignore[misc]
+        return has_dim(head_size) and is_served
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

@@ -7,7 +7,7 @@ Prefill, and the decode of a layer that XQA does not serve, stay with FlashInfer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from copy import copy
 from types import FunctionType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -203,12 +203,10 @@ class MlagenGQAImpl(vllm_flashinfer.FlashInferImpl):
             return out
         if attn_metadata.num_prefills:
             first = attn_metadata.num_decode_tokens
-            prefills = replace(
-                attn_metadata,
-                num_actual_tokens=attn_metadata.num_actual_tokens - first,
-                num_decode_tokens=0,
-                decode=None,
-            )
+            prefills = copy(attn_metadata)
+            prefills.num_actual_tokens -= first
+            prefills.num_decode_tokens = 0
+            prefills.decode = None
             super().forward(scaled, query[first:], key, value, kv_cache, prefills, output[first:])
         self._decode(layer, query, kv_cache, attn_metadata, output)
         return output

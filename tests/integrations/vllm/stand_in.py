@@ -86,6 +86,7 @@ class AttentionBackend:
     get_supported_kernel_block_sizes = staticmethod(stub("kv_cache_spec", [MultipleOf(1)]))
     get_preferred_block_size = method("default_block_size")
     get_supported_head_sizes = method("", [])
+    supports_head_size = method("head_size", result=True)
     is_mla = method("", result=False)
     is_sparse = method("", result=False)
     customize_spec = method("spec")
@@ -497,6 +498,7 @@ class FlashAttentionDiffKVBackend:
     """FlashAttention's backend of values of their own dims."""
 
     get_name = get_impl_cls = get_builder_cls = staticmethod(stub())
+    supports_head_size = method("head_size", result=True)
     supports_compute_capability = method("capability", result=True)
     supports_batch_invariance = method("", result=True)
 
@@ -539,6 +541,7 @@ class TritonAttentionBackend:
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
     get_name = get_impl_cls = get_builder_cls = staticmethod(stub())
+    supports_head_size = method("head_size", result=True)
     supports_compute_capability = method("capability", result=True)
     supports_batch_invariance = method("", result=True)
 

@@ -203,7 +203,10 @@ def test_requests_that_pad_a_graph_have_rows(gqa: ModuleType, impl: Any) -> None
 def test_prefills_behind_the_decodes_are_flashinfers(
     gqa: ModuleType, impl: Any, monkeypatch: Patch
 ) -> None:
-    """FlashInfer gets the rest of a mixed batch, as a batch of prefills alone."""
+    """FlashInfer gets the rest of a mixed batch, as a batch of prefills alone.
+
+    With ``--kv-sharing-fast-prefill`` the metadata has a class that is made of other metadata.
+    """
     seen: list[Any] = []
 
     def forward(_: Any, *call: Any) -> torch.Tensor:
@@ -217,6 +220,12 @@ def test_prefills_behind_the_decodes_are_flashinfers(
     mixed = replace(
         metadata, num_actual_tokens=5, num_prefills=1, num_prefill_tokens=3, prefill="prefill"
     )
+
+    class Shared(type(mixed)):  # type: ignore[misc]
+        def __init__(self, other: Any) -> None:
+            vars(self).update(vars(other))
+
+    mixed = Shared(mixed)
     out = torch.full_like(both, torch.nan)
 
     impl.forward(LAYER, both, None, None, cache, mixed, out)
@@ -226,6 +235,7 @@ def test_prefills_behind_the_decodes_are_flashinfers(
     ((_, rest, _, _, _, prefills, _),) = seen
     assert len(rest) == prefills.num_actual_tokens == prefills.num_prefill_tokens == 3
     assert (prefills.num_decode_tokens, prefills.decode, prefills.prefill) == (0, None, "prefill")
+    assert (mixed.num_actual_tokens, mixed.num_decode_tokens) == (5, 2)
 
 
 @pytest.mark.parametrize(("head_dim", "scale"), [(256, 0.5), (512, 1.0)])

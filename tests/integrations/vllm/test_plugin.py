@@ -140,6 +140,13 @@ def test_the_gqa_backend_is_for_hopper(
     assert not backend.supports_kv_cache_dtype("int8_per_token_head")
 
 
+@pytest.mark.parametrize("name", ["MLAGEN_GQA", "MLAGEN_GQA_DIFFKV", "MLAGEN_GQA_TOKEN_SCALES"])
+def test_a_head_size_without_a_kernel_is_refused(backends: Backends, name: str) -> None:
+    """A backend whose base serves more dims says so before a request comes."""
+    served = [size for size in (72, 120, 128, 288, 384) if backends[name].supports_head_size(size)]
+    assert served == [128]
+
+
 @pytest.mark.parametrize("variable", [None, "0", "1"])
 @pytest.mark.parametrize("is_on", [False, True])
 def test_the_mode_of_vllm_makes_decode_batch_invariant(
