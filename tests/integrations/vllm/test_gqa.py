@@ -223,7 +223,8 @@ def test_prefills_behind_the_decodes_are_flashinfers(
 
     class Shared(type(mixed)):  # type: ignore[misc]
         def __init__(self, other: Any) -> None:
-            vars(self).update(vars(other))
+            for name, value in vars(other).items():
+                setattr(self, name, value)
 
     mixed = Shared(mixed)
     out = torch.full_like(both, torch.nan)
