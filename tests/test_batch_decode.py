@@ -76,7 +76,8 @@ class TestBatchDecode:
         for backend in ("trtllm-gen", "cudnn"):
             scratch, layout = workspace_for(problem), problem.case.layout
             wrapper = BatchDecodeWithPagedKVCacheWrapper(scratch, layout, backend=backend)
-            wrapper.plan(**given)
+            unsigned = given["last_page_len"].view(torch.uint32)
+            wrapper.plan(**given | {"last_page_len": unsigned})
             problem.check(run(wrapper, problem))
 
         tables["block_tables"] = torch.full_like(problem.block_tables, -1)

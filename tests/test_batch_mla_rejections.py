@@ -271,6 +271,6 @@ def test_scales_of_latents_need_a_plan_that_declares_them() -> None:
     problem = replace(SOME, **KINDS["e4m3"]).build("cpu")
     wrapper = new_wrapper("cpu")
     wrapper.plan(**plan_arguments(problem))
-    message = "ckv_scale, ckv_scale_arr, kpe_scale: expected None but with scale_mode kv-per-tensor"
+    message = "ckv_scale, ckv_scale_arr, kpe_scale: expected None without scale_mode kv-per-tensor"
     with rejects(f"{message}..."):
         run(wrapper, problem, ckv_scale=1.0, kpe_scale=1.0)

@@ -190,7 +190,8 @@ def _with_pages_of(
     table = checked(rows, device).kv_indices.view(torch.int32)
     if seq_lens is None:
         assert given.kv_indptr is not None
-        lengths = given.kv_indptr.cpu().long().diff().sub(1).mul(page_size) + given.kv_len_arr.cpu()
+        whole = given.kv_indptr.cpu().long().diff() - 1
+        lengths = whole * page_size + given.kv_len_arr.cpu().long()
     else:
         lengths = seq_lens.cpu().long()
     pages = (lengths.clamp(min=0) + page_size - 1) // page_size

@@ -287,7 +287,7 @@ def _kv_scales(settings: MlaSettings, run: MlaRun, ckv_cache: torch.Tensor) -> t
         if any(has):
             why = "only valid when kv_data_type is torch.float8_e4m3fn, expected None"
             if ckv_cache.dtype is torch.float8_e4m3fn:
-                why = "expected None but with scale_mode kv-per-tensor"
+                why = "expected None without scale_mode kv-per-tensor"
             raise ArgumentError(
                 f"ckv_scale, ckv_scale_arr, kpe_scale: {why}, got a cache of {ckv_cache.dtype}"
             )

@@ -60,6 +60,15 @@ def _takes_fp8_query(head_dim: int, kv_cache_dtype: str) -> bool:
     return head_dim in _FP8_PREFILL_HEAD_DIMS and kv_cache_dtype != "fp8_e5m2"
 
 
+def _for_flashinfer(layer: Any, attn_metadata: Any) -> Any:
+    """Return the layer with a query of no scale where a prefill has it in 16 bits."""
+    dtype = getattr(attn_metadata, "q_data_type_prefill", None)
+    if layer._q_scale_float == 1.0 or dtype == torch.float8_e4m3fn:  # noqa: SLF001
+        return layer
+    scales = {name: getattr(layer, name, None) for name in _SCALES}
+    return SimpleNamespace(**scales, _q_scale_float=1.0)
+
+
 class Platform:
     """vLLM's platform, which also is of the families whose decode reads more caches.
 
@@ -193,7 +202,7 @@ class MlagenGQAImpl(vllm_flashinfer.FlashInferImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to the cache: decode, which comes first, by mlagen, and the rest as the base."""
-        scaled = self._for_flashinfer(layer)
+        scaled = _for_flashinfer(layer, attn_metadata)
         kernel = getattr(getattr(attn_metadata, "decode", None), "kernel", None)
         if kernel is not vllm_flashinfer.FlashInferDecodeKernel.XQA:  # or a profiling run
             scales = (output_scale, output_block_scale)
@@ -210,13 +219,6 @@ class MlagenGQAImpl(vllm_flashinfer.FlashInferImpl):
             super().forward(scaled, query[first:], key, value, kv_cache, prefills, output[first:])
         self._decode(layer, query, kv_cache, attn_metadata, output)
         return output
-
-    def _for_flashinfer(self, layer: Any) -> Any:
-        """Return the layer with a query of no scale where vLLM leaves it in 16 bits."""
-        if _takes_fp8_query(self.head_size, self.kv_cache_dtype):
-            return layer
-        scales = {name: getattr(layer, name, None) for name in _SCALES}
-        return SimpleNamespace(**scales, _q_scale_float=1.0)
 
     def _decode(
         self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, batch: Any, out: torch.Tensor

@@ -14,7 +14,7 @@ import torch
 
 from mlagen.spec.dtype import DType
 from tests.fixture_types import Patch
-from tests.integrations.attended import assert_near, gqa_attended
+from tests.integrations.attended import E4M3, assert_near, gqa_attended
 from tests.integrations.servers import Import, is_installed
 from tests.integrations.vllm.conftest import config_of
 from tests.problems.gqa import STORES, GqaCase
@@ -239,18 +239,18 @@ def test_prefills_behind_the_decodes_are_flashinfers(
     assert (mixed.num_actual_tokens, mixed.num_decode_tokens) == (5, 2)
 
 
-@pytest.mark.parametrize(("head_dim", "scale"), [(256, 0.5), (512, 1.0)])
+@pytest.mark.parametrize(("dtype", "scale"), [(E4M3, 0.5), (torch.bfloat16, 1.0)])
 def test_a_prefilled_query_of_16_bits_has_no_scale(
-    gqa: ModuleType, impl: Any, head_dim: int, scale: float, monkeypatch: Patch
+    gqa: ModuleType, impl: Any, dtype: torch.dtype, scale: float, monkeypatch: Patch
 ) -> None:
     """FlashInfer multiplies the scores by the scale of the query, which only an FP8 one has."""
     calls: list[Any] = []
     monkeypatch.setattr(
         gqa.vllm_flashinfer.FlashInferImpl, "forward", lambda _, *call: calls.append(call)
     )
-    impl.head_size = head_dim
     layer = SimpleNamespace(**vars(LAYER) | {"_q_scale_float": 0.5})
-    impl.forward(layer, *("query", "key", "value", "cache"), SimpleNamespace(decode=None), "out")
+    metadata = SimpleNamespace(decode=None, q_data_type_prefill=dtype)
+    impl.forward(layer, *("query", "key", "value", "cache"), metadata, "out")
     ((seen, *_),) = calls
     assert vars(seen).items() >= (vars(LAYER) | {"_q_scale_float": scale}).items()
 
@@ -264,7 +264,7 @@ def test_other_batches_are_flashinfers(
     monkeypatch.setattr(
         gqa.vllm_flashinfer.FlashInferImpl, "forward", lambda _, *call: calls.append(call)
     )
-    call = ("layer", "query", "key", "value", "cache", metadata, "out", "scale", "block scale")
+    call = (LAYER, "query", "key", "value", "cache", metadata, "out", "scale", "block scale")
     impl.forward(*call)
     assert calls == [call]
 
