@@ -125,7 +125,7 @@ LIKE_ANOTHER: tuple[dict[str, Collection[str]], ...] = (
     {"family": ["mla_sm90_fp8kv"], "query_dtype": FP8, "block_m": ["16", "32"]},  # 117/128
     {"family": ["mla_sm90_fp8kv"], "lookup": ["paged"], "block_m": ["16"]},  # 108/128
     {"family": ["mla_sm90_fp8kv"], "kv_dtype": ["fp8_ds_mla"], "block_m": ["32"]},  # e4m3
-    {"family": ["mla_sm90_fp8kv"], "kv_dtype": ["fp8_dsv41"], "block_m": ["32"]},  # fp8_dsv4
+    {"family": ["mla_sm90_fp8kv"], "kv_dtype": ["fp8_dsv41"], "block_m": ["16", "32"]},  # fp8_dsv4
 )
 # Of two pools: the others differ in offsets, or read each of the formats in one of these.
 # The sm90 kernel has none of two formats.
