@@ -190,24 +190,16 @@ def _with_pages_of(
     table = checked(rows, device).kv_indices.view(torch.int32)
     if seq_lens is None:
         assert given.kv_indptr is not None
-        whole = given.kv_indptr.cpu().long().diff() - 1
-        lengths = whole * page_size + given.kv_len_arr.cpu().long()
+        pages = given.kv_indptr.cpu().long().diff().clamp(min=0)
     else:
-        lengths = seq_lens.cpu().long()
-    pages = (lengths.clamp(min=0) + page_size - 1) // page_size
+        pages = (seq_lens.cpu().long().clamp(min=0) + page_size - 1) // page_size
     max_pages = int(pages.max()) if len(pages) else 0
     width = table.shape[1]
     require(width >= max_pages, "block_tables.shape[1]", f"{max_pages} or more (pages)", width)
     columns = torch.arange(width, dtype=pages.dtype, device=pages.device)
-    is_cached = columns < pages[:, None]
-    tails = lengths - (pages - 1) * page_size
-    return given.with_tensors(
-        {
-            "kv_indptr": torch.cat([pages.new_zeros(1), pages.cumsum(0)]).int(),
-            "kv_indices": table[is_cached.to(table.device)],
-            "kv_len_arr": tails.clamp(0, page_size).int(),
-        }
-    )
+    is_cached = (columns < pages[:, None]).to(table.device)
+    offsets = torch.cat([pages.new_zeros(1), pages.cumsum(0)]).int()
+    return given.with_tensors({"kv_indptr": offsets, "kv_indices": table[is_cached]})
 
 
 def _check_tails(last_page_len: torch.Tensor, page_size: int) -> None:
