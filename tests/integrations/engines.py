@@ -36,10 +36,22 @@ SIZES: dict[str, Any] = {
 
 def llama() -> Any:
     """Return a Llama of grouped-query attention."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM(llama_config())
+
+
+def llama_config() -> Any:
+    """Return the configuration of that model."""
+    from transformers import LlamaConfig
 
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    return LlamaForCausalLM(LlamaConfig(**SIZES | heads))
+    return LlamaConfig(**SIZES | heads, architectures=["LlamaForCausalLM"])
+
+
+def save_llama(folder: Path) -> None:
+    """Save the configuration of a Llama, without weights."""
+    llama_config().save_pretrained(folder)
 
 
 def gpt_oss() -> Any:
@@ -132,11 +144,51 @@ def save_deepseek_v4(folder: Path, **others: Any) -> None:
         file.write_text(json.dumps(kept | others))
 
 
-# A Gemma norm multiplies by one more than its weight: scores have a standard deviation of 2.
-M3_NORM = 0.4
+def save_deepseek_v32(folder: Path) -> None:
+    """Save the configuration of a DeepSeek-V3.2 of dense layers, without weights.
+
+    A token attends to as many others as prompts have: rounding chooses no others.
+    """
+    from transformers import DeepseekV3Config
+
+    fields = DeepseekV3Config(
+        **SIZES,
+        architectures=["DeepseekV32ForCausalLM"],
+        dtype="bfloat16",
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        first_k_dense_replace=LAYERS,
+        n_routed_experts=8,  # of the draft layer
+        num_experts_per_tok=8,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=512,
+        num_nextn_predict_layers=1,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        moe_layer_freq=1,
+    ).to_dict()
+    index = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+    folder.joinpath("config.json").write_text(
+        json.dumps(fields | index | {"model_type": "deepseek_v32"})
+    )
 
 
-def save_minimax_m3(folder: Path) -> None:
+# What SGLang reads, of a type that transformers knows.
+M3_OF_SGLANG: dict[str, Any] = {
+    "model_type": "minimax_m2",
+    "head_dim": 128,
+    "rotary_dim": 64,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_head",
+    "use_gemma_norm": True,
+    "hidden_act": "swigluoai",
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+
+
+def save_minimax_m3(folder: Path, **others: Any) -> None:
     """Save the configuration of a MiniMax-M3 of a dense layer and sparse ones, without weights.
 
     The first and last blocks are all that a token attends to: rounding chooses no others. The
@@ -145,6 +197,7 @@ def save_minimax_m3(folder: Path) -> None:
     sparse = [0] + [1] * (LAYERS - 1)
     blocks = {"sparse_topk_blocks": 8, "sparse_init_block": 3, "sparse_local_block": 5}
     index = {"sparse_num_index_heads": 4, "sparse_index_dim": 128, "sparse_block_size": 128}
+    layers = {"sparse_attention_freq": sparse, "sparse_disable_index_value": sparse}
     fields: dict[str, Any] = SIZES | {
         "architectures": ["MiniMaxM3SparseForCausalLM"],
         "model_type": "minimax_m3_mtp",
@@ -153,9 +206,9 @@ def save_minimax_m3(folder: Path) -> None:
         "num_attention_heads": 64,
         "num_key_value_heads": 4,
         "moe_layer_freq": [0] * LAYERS,  # rounding may choose other experts
-        "sparse_attention_config": blocks | index | {"sparse_attention_freq": sparse},
+        "sparse_attention_config": blocks | index | layers,
     }
-    folder.joinpath("config.json").write_text(json.dumps(fields))
+    folder.joinpath("config.json").write_text(json.dumps(fields | others))
 
 
 def save_qwen3_8(folder: Path) -> None:
@@ -192,24 +245,27 @@ def save_qwen3_8(folder: Path) -> None:
     folder.joinpath("config.json").write_text(json.dumps(fields))
 
 
+# The weights of norms, of models whose norms are Gemma's: one more than a weight is the factor.
+NORMS = dict.fromkeys(("minimax_m3_mtp", M3_OF_SGLANG["model_type"], "qwen4_exp_text"), 0.4)
+
+
 def model_type_of(checkpoint: str) -> str:
     """Return the type of the model of a checkpoint."""
     return str(json.loads(Path(checkpoint, "config.json").read_text())["model_type"])
 
 
-def is_deepseek_v4(checkpoint: str) -> bool:
-    """Return whether a checkpoint is of such a model."""
-    return model_type_of(checkpoint) == "deepseek_v4"
+def draw_weights(checkpoint: str, model: torch.nn.Module) -> None:
+    """Draw the weights of a checkpoint's model, the same in each engine.
 
-
-def draw_weights(model: torch.nn.Module, norm: float = 1.0) -> None:
-    """Draw the weights of a model, the same in each engine."""
+    Scores have a standard deviation of 2.
+    """
+    norm = NORMS.get(model_type_of(checkpoint), 1.0)
     torch.manual_seed(0)
     for name, weight in model.named_parameters():
         draw(name, weight.data, norm)
 
 
-def draw(name: str, weight: torch.Tensor, norm: float = 1.0) -> None:
+def draw(name: str, weight: torch.Tensor, norm: float) -> None:
     """Draw a weight so that each layer keeps the size of its input."""
     if weight.dtype == torch.float8_e4m3fn:
         weight.copy_(torch.randn(weight.shape, device=weight.device))
@@ -262,7 +318,8 @@ def engine_over(
     module: str, environment: dict[str, str], folder: Path, backend: str, mode: str, given: Any
 ) -> dict[str, Any]:
     """Return what the engine of a module did over a checkpoint and prompts."""
-    asked, result, log = (folder / name for name in ("prompts", "result", "log"))
+    name = backend.replace(" ", "_")
+    asked, result, log = (folder / f"{name}.{kind}" for kind in ("prompts", "result", "log"))
     asked.write_text(json.dumps(given))
     command = [sys.executable, "-m", module, *map(str, (folder, backend, mode, asked, result))]
 
@@ -298,7 +355,7 @@ def launches(kernel: str, did: dict[str, Any]) -> int:
 def assert_decodes_by(kernel: str, did: dict[str, Any], mode: str, layers: int = LAYERS) -> None:
     """Check that each layer of each decode step launched a kernel, by graphs if so asked."""
     assert launches(kernel, did) == layers * STEPS, did["kernels"]
-    assert did["replays"] == (STEPS if mode == "graphs" else 0)
+    assert did["replays"] == (0 if mode.startswith("eager") else STEPS)
 
 
 def assert_like_transformers(

@@ -5,11 +5,20 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.integrations.engines import COUNTED, NEW, STEP, draw_weights, is_deepseek_v4, main
+from tests.integrations.engines import (
+    COUNTED,
+    M3_OF_SGLANG,
+    NEW,
+    STEP,
+    draw_weights,
+    main,
+    model_type_of,
+)
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -21,30 +30,45 @@ OPTIONS: dict[str, Any] = {
     "max_total_tokens": 1 << 15,
     "sampling_backend": "pytorch",  # that of FlashInfer is compiled
     "disable_radix_cache": True,  # a second run prefills again
-    "disable_overlap_schedule": True,  # it runs a step more than a request needs
     "disable_prefill_cuda_graph": True,
     "cuda_graph_bs_decode": [1, 2, 4, 8],
     "log_level": "info",
 }
-# Of DeepSeek-V4 one option names both backends, SGLang sets the pages, and the weights are drawn.
-SPLIT: dict[str, Any] = {"page_size": 64, "prefill_attention_backend": "fa3"}
-RANDOM: dict[str, Any] = {"load_format": "dummy"}
+# Of models with an indexer and of DeepSeek-V4 one option names both backends.
+WHOLE = ("dsa", "dsv4")
+SPLIT: dict[str, Any] = {"prefill_attention_backend": "fa3", "page_size": 64}
+M3 = {"page_size": 128}  # a KV block
+# A step does not overlap with what prepares the next one.
+EAGER = {"disable_decode_cuda_graph": True, "disable_overlap_schedule": True}
+DRAFTS: dict[str, Any] = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 1,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 2,
+}
 
 
 def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> dict[str, Any]:
-    """Return the backend of decode, and tokens, kernels and graph replays of requests."""
+    """Return the backend of decode, and tokens, kernels and graph replays of requests.
+
+    The dtype of the cache may follow the mode. Drafts are verified by graphs.
+    """
     from sglang.srt.entrypoints.engine import Engine
 
     class RandomEngine(Engine):  # type: ignore[misc]
         run_scheduler_process_func = staticmethod(run_with_random_weights)
 
-    is_v4 = is_deepseek_v4(checkpoint)
-    option = "attention_backend" if is_v4 else "decode_attention_backend"
-    engine = (RandomEngine if is_v4 else Engine)(
-        model_path=checkpoint,
-        disable_decode_cuda_graph=mode == "eager",
-        **OPTIONS | {option: backend} | (RANDOM if is_v4 else SPLIT),
-    )
+    mode, _, kv_cache_dtype = mode.partition(" ")
+    is_whole = backend.removeprefix("mlagen_") in WHOLE
+    option = "attention_backend" if is_whole else "decode_attention_backend"
+    options = OPTIONS | {option: backend} | ({} if is_whole else SPLIT)
+    options |= {"kv_cache_dtype": kv_cache_dtype or "auto"}
+    options |= M3 if model_type_of(checkpoint) == M3_OF_SGLANG["model_type"] else {}
+    options |= EAGER if mode == "eager" else {}
+    options |= DRAFTS if mode == "drafts" else {}
+    is_drawn = not [*Path(checkpoint).glob("*.safetensors")]
+    options |= {"load_format": "dummy"} if is_drawn else {}
+    engine = (RandomEngine if is_drawn else Engine)(model_path=checkpoint, **options)
 
     def generated(count: int, prompts: list[list[int]]) -> Any:
         greedy = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
@@ -71,13 +95,13 @@ def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> d
     return did
 
 
-def run_with_random_weights(*args: Any, **kwargs: Any) -> None:
+def run_with_random_weights(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Run a process of SGLang that schedules, and draws the weights of its model."""
     from sglang.srt.managers.scheduler import run_scheduler_process
     from sglang.srt.model_loader import loader
 
-    loader.initialize_dummy_weights = draw_weights
-    run_scheduler_process(*args, **kwargs)
+    loader.initialize_dummy_weights = partial(draw_weights, server_args.model_path)
+    run_scheduler_process(server_args, *args, **kwargs)
 
 
 def launched(folder: Path) -> tuple[dict[str, int], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,6 @@ from mlagen.integrations.vllm.models import MODELS
 from mlagen.jit import jit_mode
 from tests.integrations.engines import (
     COUNTED,
-    M3_NORM,
     NEW,
     STEP,
     draw_weights,
@@ -45,12 +45,8 @@ V4 = {
     "kv_cache_dtype": "fp8",
     "kernel_config": OPTIONS["kernel_config"] | {"enable_jit_warmup": False},
 }
-# The options of models without weights, and the weights of their norms.
-DRAWN: dict[str, tuple[dict[str, Any], float]] = {
-    "deepseek_v4": (V4, 1.0),
-    "minimax_m3_mtp": ({}, M3_NORM),
-    "qwen4_exp_text": ({}, M3_NORM),
-}
+# The options of models without weights.
+DRAWN: dict[str, dict[str, Any]] = {"deepseek_v4": V4, "minimax_m3_mtp": {}, "qwen4_exp_text": {}}
 
 
 def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> dict[str, Any]:
@@ -69,9 +65,9 @@ def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> d
     options = OPTIONS | graphs | (DRAFTS if mode == "drafts" else {})
     options |= {"kv_cache_dtype": kv_cache_dtype or "auto"}
     drawn = DRAWN.get(model_type_of(checkpoint))
-    if drawn:
-        register_random_weights(drawn[1])
-        options |= drawn[0] | {"load_format": RANDOM}
+    if drawn is not None:
+        register_random_weights(partial(draw_weights, checkpoint))
+        options |= drawn | {"load_format": RANDOM}
     if envs.VLLM_BATCH_INVARIANT:
         options |= INVARIANT
     llm = LLM(model=checkpoint, attention_backend=backend, **options)
@@ -107,7 +103,7 @@ def logprobs_of(output: Any) -> list[float]:
     return [at[token].logprob for at, token in each]
 
 
-def register_random_weights(norm: float) -> None:
+def register_random_weights(draw: Callable[[torch.nn.Module], None]) -> None:
     """Register a load format that gives a model the same random weights in each engine."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -115,7 +111,7 @@ def register_random_weights(norm: float) -> None:
     class RandomLoader(DummyModelLoader):  # type: ignore[misc]
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             super().load_weights(model, model_config)
-            draw_weights(model, norm)
+            draw(model)
 
     register_model_loader(RANDOM)(RandomLoader)
 
