@@ -111,11 +111,13 @@ GQA_NOT_FP4 = ("bf16", "e4m3", "e5m2", "int8")  # NVFP4 takes the most registers
 # Kernels that are not compiled, by their fields: each takes no more registers than the one that
 # the comment names, or as many of those that it may have.
 LIKE_ANOTHER: tuple[dict[str, Collection[str]], ...] = (
-    {"kv_dtype": ["e5m2"], "arch": ["sm_80", "sm_120f"]},  # e4m3
-    {"kv_dtype": ["e5m2"], "head_dim": ["64", "256"]},  # e4m3
+    {"family": ["gqa_sm90"], "kv_dtype": ["e5m2"], "head_dim": ["64", "256"]},  # e4m3
     {"family": ["write_rows"], "prologue": ["none"], "arch": ["sm_80"]},  # with a prologue
     {"family": ["mla_sm80"], "query_dtype": ["e4m3"], "kv_dtype": ["fp8_ds_mla"]},  # bf16
-    {"family": ["gqa_sm80"], "head_dim": ["64"], "kv_dtype": ["e4m3", "int8", "nvfp4"]},  # 206/255
+    {"family": ["mla_sm80"], "query_dtype": ["fp8_per_token"]},  # 192/255
+    {"family": ["mla_sm80"], "arch": ["sm_80"], "block_m": ["16"]},  # 210/255
+    {"family": ["gqa_sm80"], "kv_dtype": ["int8", "e5m2"]},  # e4m3
+    {"family": ["gqa_sm80"], "head_dim": ["64"], "kv_dtype": ["e4m3", "nvfp4"]},  # 206/255
     {"family": ["gqa_sm80"], "head_dim": ["128"], "block_m": ["16"], "kv_dtype": GQA_NOT_FP4},
     {"family": ["gqa_sm90"], "head_dim": ["64", "128"], "block_m": ["16"]},  # 8 and 32 rows
     {"family": ["gqa_sm90"], "head_dim": ["64"], "block_m": ["8"]},  # 111/168
