@@ -4,11 +4,12 @@ Compiled is what may spill. `LIKE_ANOTHER` lists kernels that take no more regis
 one, or far fewer than they may. fp16 kernels are their bf16 twins with another instruction, and
 page sizes differ in a constant: one of each is compiled, and of mla_sm90_fp8, which has the fewest
 registers of the sm90 kernels that copy small pages in another way, two.
-A kernel with sparse indices, separate values, a bias or DCP, without RoPE, with a smaller latent or
-with e4m3 output takes few registers more than its plain twin (at most 16 of 255), whatever its
-dtypes: the largest tile of each is compiled where query and cache have one dtype, and of mla_sm80,
-which takes 188 with FP8 values, over bf16 alone; none with two of these is. Sparse indices, and
-kernels without RoPE, are compiled over every dtype of sm90: conversions depend on what is loaded.
+A kernel with sparse indices, separate values, a bias or DCP, without RoPE or with a smaller latent
+takes few registers more than its plain twin (at most 16 of 255), whatever its dtypes: the largest
+tile of each is compiled where query and cache have one dtype, and of mla_sm80, which takes 188 with
+FP8 values, over bf16 alone; none with two of these is, and none with e4m3 output, which takes no
+more. Sparse indices, and kernels without RoPE, are compiled over every dtype of sm90: conversions
+depend on what is loaded.
 Kernels over two pools are compiled on sm_80 and sm_90a: over one format of both, and over two.
 
 - sm_80: the sm80 kernels. Its ISA does not convert e4m3, so its kernels need the most registers.
@@ -26,7 +27,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping
-from itertools import product
 
 import pytest
 
@@ -107,23 +107,22 @@ FILTERS = {
 }
 FAMILIES_ON = {"sm_80": FAMILIES, "sm_90a": FAMILIES, "sm_86": DECODE_SM80, "sm_120f": DECODE_SM80}
 FP8 = ("e4m3", "fp8_per_token")
-GQA_NOT_FP4 = ("bf16", "e4m3", "e5m2", "int8")  # NVFP4 takes the most registers
+NOT_FP4 = ("bf16", "e4m3")  # NVFP4 takes the most registers
 # Kernels that are not compiled, by their fields: each takes no more registers than the one that
 # the comment names, or as many of those that it may have.
 LIKE_ANOTHER: tuple[dict[str, Collection[str]], ...] = (
-    {"family": ["gqa_sm90"], "kv_dtype": ["e5m2"], "head_dim": ["64", "256"]},  # e4m3
     {"family": ["write_rows"], "prologue": ["none"], "arch": ["sm_80"]},  # with a prologue
     {"family": ["mla_sm80"], "query_dtype": ["e4m3"], "kv_dtype": ["fp8_ds_mla"]},  # bf16
     {"family": ["mla_sm80"], "query_dtype": ["fp8_per_token"]},  # 192/255
     {"family": ["mla_sm80"], "arch": ["sm_80"], "block_m": ["16"]},  # 210/255
-    {"family": ["gqa_sm80"], "kv_dtype": ["int8", "e5m2"]},  # e4m3
+    {"family": ["gqa_sm80", "gqa_sm90"], "kv_dtype": ["int8", "e5m2"]},  # e4m3
     {"family": ["gqa_sm80"], "head_dim": ["64"], "kv_dtype": ["e4m3", "nvfp4"]},  # 206/255
-    {"family": ["gqa_sm80"], "head_dim": ["128"], "block_m": ["16"], "kv_dtype": GQA_NOT_FP4},
-    {"family": ["gqa_sm90"], "head_dim": ["64", "128"], "block_m": ["16"]},  # 8 and 32 rows
-    {"family": ["gqa_sm90"], "head_dim": ["64"], "block_m": ["8"]},  # 111/168
-    {"family": ["gqa_sm90"], "head_dim": ["128"], "block_m": ["8"], "kv_dtype": GQA_NOT_FP4},
-    {"family": ["gqa_sm90"], "kv_heads_per_cta": ["2", "4"], "kv_dtype": GQA_NOT_FP4},
-    {"family": ["gqa_sm90"], "kv_heads_per_cta": ["2"], "head_dim": ["128"]},  # 4 heads
+    {"family": ["gqa_sm80"], "head_dim": ["128"], "block_m": ["16"], "kv_dtype": NOT_FP4},
+    {"family": ["gqa_sm90"], "head_dim": ["64", "128"], "block_m": ["16"]},  # 32 rows
+    {"family": ["gqa_sm90"], "head_dim": ["64", "256"], "block_m": ["8"]},  # 16 and 32 rows
+    {"family": ["gqa_sm90"], "head_dim": ["128"], "block_m": ["8"], "kv_dtype": NOT_FP4},
+    {"family": ["gqa_sm90"], "head_dim": ["128"], "block_m": ["8"], "kv_heads_per_cta": ["1", "2"]},
+    {"family": ["mla_sm90_fp8kv"], "mask": ["dcp"]},  # causal
     {"family": ["mla_sm90_fp8kv"], "query_dtype": FP8, "block_m": ["16", "32"]},  # 117/128
     {"family": ["mla_sm90_fp8kv"], "lookup": ["paged"], "block_m": ["16"]},  # 108/128
     {"family": ["mla_sm90_fp8kv"], "kv_dtype": ["fp8_ds_mla"], "block_m": ["32"]},  # e4m3
@@ -202,7 +201,7 @@ def stands_for_a_choice(spec: KernelSpec) -> bool:
         is_compiled = dtypes == ("bf16", "bf16")
     else:
         is_of_loads = fields.get("lookup") == "sparse" or fields.get("qk_rope_head_dim") == "0"
-        is_compiled = dtypes[0] == dtypes[1] or is_of_loads or "out_dtype" in fields
+        is_compiled = dtypes[0] == dtypes[1] or is_of_loads
     return changes_of(spec) == 1 and is_compiled
 
 
@@ -224,13 +223,16 @@ def has_values(spec: KernelSpec, wanted: Mapping[str, Collection[str]]) -> bool:
     return all(fields.get(name) in values for name, values in wanted.items())
 
 
-# Dims of gqa_sm90 that prewarming compiles for models alone: of key and value, 0 where equal.
+# Dims of gqa_sm90 that prewarming compiles for models alone: the tiles that take most registers.
 OTHER_DIMS = [
-    gqa_sm90(head_dim=head_dim, head_dim_vo=head_dim_vo, rows=rows, kv_dtype=kv_dtype)
-    for (head_dim, head_dim_vo, rows), kv_dtype in product(
-        ((512, 0, 8), (512, 0, 16), (192, 128, 32), (32, 0, 32)), (DType.BF16, DType.E4M3)
-    )
-] + [gqa_sm90(head_dim=head_dim, rows=32) for head_dim in (80, 240)]
+    gqa_sm90(head_dim=512, rows=16, kv_dtype=DType.E4M3),
+    *(
+        gqa_sm90(head_dim=192, head_dim_vo=128, rows=32, kv_dtype=kv)
+        for kv in (DType.BF16, DType.E4M3)
+    ),
+    gqa_sm90(head_dim=32, rows=32, kv_dtype=DType.E4M3),
+    gqa_sm90(head_dim=240, rows=32),
+]
 
 # Kernels that gather tokens, whose producer warps have more to keep than those with TMA.
 GATHERING = [
