@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from sglang.srt.configs.model_config import is_minimax_sparse
 from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from mlagen.integrations.sglang.runner import hook
 from mlagen.msa_ops import msa_sparse_decode_attention
 from mlagen.sparse import qsa_sparse_paged_attention
 from mlagen.values import require
@@ -43,7 +43,7 @@ def serve(runner: Any, backend: Any) -> list[dict[str, Any]]:
     """
     config = runner.model_config.hf_config
     if is_qwen_qsa(config):
-        _hook(_TOKENS, attend_to_tokens)
+        _replace(_TOKENS, attend_to_tokens)
         return [{"page_size": 1, "sparse_block": 1, "max_q_len": 1}]
     if not is_minimax_sparse(config):
         return [{}]
@@ -55,16 +55,15 @@ def serve(runner: Any, backend: Any) -> list[dict[str, Any]]:
         )
         return [{}]
     _dense.append(backend)
-    _hook(_BLOCKS, partial(attend_to_blocks, _dense))
+    _replace(_BLOCKS, partial(attend_to_blocks, _dense))
     return [{}, {"sparse_block": _BLOCK, "max_q_len": 1}]
 
 
-def _hook(target: str, function: Callable[..., Any]) -> None:
+def _replace(target: str, function: Callable[..., Any]) -> None:
     expected, got = _NEEDS[target].split(), list(inspect.signature(resolve_name(target)).parameters)
     rule = f"SGLang's {target}({', '.join(expected)})"
     require({*expected} <= {*got}, "mlagen_mha", rule, f"({', '.join(got)})")
-    HookRegistry.register(target, function, HookType.AROUND)
-    HookRegistry.apply_hooks()
+    hook(target, function)
     _logger.info("Using mlagen_mha for the decode of %s.", target)
 
 

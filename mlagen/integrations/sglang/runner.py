@@ -12,7 +12,7 @@ import torch
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 from sglang.srt.runtime_context import (
     get_exec,
     get_parallel,
@@ -110,11 +110,16 @@ def warm_up_mla(runner: Any, backend: Any, **calls: Any) -> None:
     )
 
 
+def hook(target: str, function: Callable[..., Any]) -> None:
+    """Call a function instead of SGLang's ``target``, which it gets first; SGLang's log says so."""
+    HookRegistry.register(target, function, HookType.AROUND, source=HookSource("mlagen", "mlagen"))
+    HookRegistry.apply_hooks()
+
+
 def serve_drafts(name: str, like: str, backend: type) -> None:
     """Make SGLang accept a backend for draft models, where ``like`` is its own one."""
     if not _served:
-        HookRegistry.register(_FACTORY, create_backend, HookType.AROUND)
-        HookRegistry.apply_hooks()
+        hook(_FACTORY, create_backend)
     _served[name] = (like, backend)
 
 

@@ -75,9 +75,8 @@ def calls(sglang: Import, monkeypatch: Patch) -> list[Any]:
     monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(**parallel))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     # No test but those of drafts changes SGLang's factory.
-    unhooked = SimpleNamespace(register=lambda *_: None, apply_hooks=lambda: None)
-    for each in (module, sglang("mlagen.integrations.sglang.indexed")):
-        monkeypatch.setattr(each, "HookRegistry", unhooked)
+    unhooked = SimpleNamespace(register=lambda *_, **__: None, apply_hooks=lambda: None)
+    monkeypatch.setattr(module, "HookRegistry", unhooked)
     return warmed
 
 

@@ -10,7 +10,7 @@ from enum import Enum
 from functools import partial, partialmethod
 from pkgutil import resolve_name
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -331,6 +331,13 @@ class HookType(Enum):
     AROUND = "around"
 
 
+class HookSource(NamedTuple):
+    """The plugin of a hook."""
+
+    plugin_name: str
+    dist_name: str | None
+
+
 class HookRegistry:
     """What plugins put around functions of SGLang."""
 
@@ -338,9 +345,9 @@ class HookRegistry:
     _patched: set[str] = set()  # noqa: RUF012
 
     @classmethod
-    def register(cls, target: str, hook: Any, hook_type: Any, **_: Any) -> None:
+    def register(cls, target: str, hook: Any, hook_type: Any, *, source: HookSource) -> None:
         """Add a hook."""
-        assert hook_type is HookType.AROUND
+        assert (hook_type, source.dist_name) == (HookType.AROUND, "mlagen")
         cls._hooks[target] = hook
 
     @classmethod
@@ -470,7 +477,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "sglang.srt.models.deepseek_common.utils": {
         "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": ["trtllm_mla"]
     },
-    "sglang.srt.plugins.hook_registry": named(HookRegistry, HookType),
+    "sglang.srt.plugins.hook_registry": named(HookRegistry, HookSource, HookType),
     "sglang.srt.runtime_context": named(
         _function(
             *("get_exec", ""),

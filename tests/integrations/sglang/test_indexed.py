@@ -129,8 +129,7 @@ def test_the_model_says_which_kernels_are_warmed_up_and_what_is_replaced(
 ) -> None:
     """A page of MiniMax-M3 is a block; other pages leave its sparse layers to SGLang."""
     hooks: list[Any] = []
-    registry = SimpleNamespace(register=lambda *hook: hooks.append(hook), apply_hooks=lambda: None)
-    monkeypatch.setattr(indexed, "HookRegistry", registry)
+    monkeypatch.setattr(indexed, "hook", lambda *hook: hooks.append(hook))
     made = runner(use_mla_backend=False, architecture=architecture, page_size=page_size)
     vars(made.model_config.hf_config).update(fields)
 
@@ -138,7 +137,7 @@ def test_the_model_says_which_kernels_are_warmed_up_and_what_is_replaced(
 
     assert [(each["page_size"], each["sparse_block"]) for each in facts_of(calls)] == kinds
     is_replaced = any(block for _, block in kinds)
-    assert [kind.name for _, _, kind in hooks] == ["AROUND"] * is_replaced
+    assert len(hooks) == is_replaced
     warns = architecture.startswith("MiniMax") and not is_replaced
     assert ("pass --page-size" in caplog.text) is warns
 
@@ -148,10 +147,7 @@ def test_the_blocks_of_a_second_backend_are_left_to_sglang(
 ) -> None:
     """SGLang applies the first hook alone, which has the pages of the first backend's steps."""
     hooks: dict[str, Any] = {}
-    registry = SimpleNamespace(
-        register=lambda target, hook, _: hooks.setdefault(target, hook), apply_hooks=lambda: None
-    )
-    monkeypatch.setattr(indexed, "HookRegistry", registry)
+    monkeypatch.setattr(indexed, "hook", hooks.setdefault)
     monkeypatch.setattr(indexed, "resolve_name", lambda _: stub(indexed._NEEDS[indexed._BLOCKS]))
     monkeypatch.setattr(indexed, "_dense", [])
     config = SimpleNamespace(architectures=["MiniMaxM3SparseForCausalLM"])
