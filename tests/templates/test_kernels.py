@@ -8,8 +8,8 @@ A kernel with sparse indices, separate values, a bias or DCP, without RoPE or wi
 takes few registers more than its plain twin (at most 16 of 255), whatever its dtypes: the largest
 tile of each is compiled where query and cache have one dtype, and of mla_sm80, which takes 188 with
 FP8 values, over bf16 alone; none with two of these is, and none with e4m3 output, which takes no
-more. Sparse indices, and kernels without RoPE, are compiled over every dtype of sm90: conversions
-depend on what is loaded.
+more. Sparse indices, and kernels without RoPE, are compiled over every dtype of sm90 that is not
+like another: conversions depend on what is loaded.
 Kernels over two pools are compiled on sm_80 and sm_90a: over one format of both, and over two.
 
 - sm_80: the sm80 kernels. Its ISA does not convert e4m3, so its kernels need the most registers.
@@ -125,7 +125,7 @@ LIKE_ANOTHER: tuple[dict[str, Collection[str]], ...] = (
     {"family": HOPPER[:3], "mask": ["dcp"]},  # causal
     {"family": ["mla_sm90_fp8kv"], "query_dtype": FP8, "block_m": ["16", "32"]},  # 117/128
     {"family": ["mla_sm90_fp8kv"], "lookup": ["paged"], "block_m": ["16"]},  # 108/128
-    {"family": ["mla_sm90_fp8kv"], "kv_dtype": ["fp8_ds_mla"], "block_m": ["32"]},  # e4m3
+    {"family": ["mla_sm90_fp8kv"], "kv_dtype": ["e4m3"]},  # fp8_ds_mla
     {"family": ["mla_sm90_fp8kv"], "kv_dtype": ["fp8_dsv41"], "block_m": ["16", "32"]},  # fp8_dsv4
 )
 # Of two pools: the others differ in offsets, or read each of the formats in one of these.
