@@ -111,7 +111,10 @@ def test_tokens_over_a_quantized_cache_are_those_of_vllms_backend(
     assert [run["backends"] for run in runs] == [[name] * engines.LAYERS for name in backends]
     assert not any(name.startswith("gqa_sm") for name in theirs["kernels"])
     engines.assert_decodes_by("gqa_sm", ours, mode)
-    engines.assert_like_another(ours, theirs, bits=4 if cache == "nvfp4" else 8)
+    # Where rounding changes the code of a value that a decode step caches, NVFP4 moves it four
+    # times as far as e4m3 does, which prompts of a few tokens show.
+    tolerance = engines.COARSE if cache == "nvfp4" else engines.FINE
+    engines.assert_like_another(ours, theirs, tolerance)
     assert ours["jit"] == "error"
 
 

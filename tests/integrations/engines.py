@@ -381,18 +381,19 @@ def assert_like_transformers(
     assert drift.mean() <= 1.5 * usual.mean()
 
 
+# Tolerances of log probabilities. bf16 logits of 4 to 8 are multiples of 1/32: three of these. The
+# other is for values that are rounded to few bits, by one of the engines or in one step of both.
+FINE, COARSE = 0.1, 0.25
+
+
 def assert_like_another(
-    did: dict[str, Any], other: dict[str, Any], bits: int = 8, least: float = 0.5
+    did: dict[str, Any], other: dict[str, Any], tolerance: float = FINE, least: float = 0.5
 ) -> None:
     """Check that two engines over the same weights decode the same tokens, up to rounding.
 
     After the first token that rounding changes, they decode other contexts: ``least`` is the share
-    of all tokens that must precede it. ``bits`` are those of a cached value, or more.
+    of all tokens that must precede it. ``tolerance`` is of log probabilities before it.
     """
-    # bf16 logits of 4 to 8 are multiples of 1/32: three of these. Where rounding changes the code
-    # of a value that a decode step caches, 4 bits move it four times as far as e4m3 does, which
-    # prompts of a few tokens show.
-    tolerance = 0.1 if bits >= 8 else 0.25
     assert did["repeated"] == did["tokens"]
     drifts = []  # of the log probabilities of each prompt, up to the first other token
     for ours, theirs, got, wanted in zip(

@@ -120,7 +120,6 @@ LIKE_ANOTHER: tuple[dict[str, Collection[str]], ...] = (
     {"family": ["gqa_sm80"], "head_dim": ["128"], "block_m": ["16"], "kv_dtype": NOT_FP4},
     {"family": ["gqa_sm90"], "head_dim": ["64", "128"], "block_m": ["16"]},  # 32 rows
     {"family": ["gqa_sm90"], "head_dim": ["64", "256"], "block_m": ["8"]},  # 16 and 32 rows
-    {"family": ["gqa_sm90"], "head_dim": ["128"], "block_m": ["8"], "kv_dtype": NOT_FP4},
     {"family": ["gqa_sm90"], "head_dim": ["128"], "block_m": ["8"], "kv_heads_per_cta": ["1", "2"]},
     {"family": HOPPER[:3], "mask": ["dcp"]},  # causal
     {"family": ["mla_sm90_fp8kv"], "query_dtype": FP8, "block_m": ["16", "32"]},  # 117/128

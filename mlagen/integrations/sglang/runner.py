@@ -111,7 +111,7 @@ def warm_up_mla(runner: Any, backend: Any, **calls: Any) -> None:
 
 
 def hook(target: str, function: Callable[..., Any]) -> None:
-    """Call a function instead of SGLang's ``target``, which it gets first; SGLang's log says so."""
+    """Call a function in place of ``target``, which it gets first; SGLang's log names mlagen."""
     HookRegistry.register(target, function, HookType.AROUND, source=HookSource("mlagen", "mlagen"))
     HookRegistry.apply_hooks()
 

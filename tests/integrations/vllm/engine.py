@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -66,7 +65,7 @@ def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> d
     options |= {"kv_cache_dtype": kv_cache_dtype or "auto"}
     drawn = DRAWN.get(model_type_of(checkpoint))
     if drawn is not None:
-        register_random_weights(partial(draw_weights, checkpoint))
+        register_random_weights(checkpoint)
         options |= drawn | {"load_format": RANDOM}
     if envs.VLLM_BATCH_INVARIANT:
         options |= INVARIANT
@@ -103,7 +102,7 @@ def logprobs_of(output: Any) -> list[float]:
     return [at[token].logprob for at, token in each]
 
 
-def register_random_weights(draw: Callable[[torch.nn.Module], None]) -> None:
+def register_random_weights(checkpoint: str) -> None:
     """Register a load format that gives a model the same random weights in each engine."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -111,7 +110,7 @@ def register_random_weights(draw: Callable[[torch.nn.Module], None]) -> None:
     class RandomLoader(DummyModelLoader):  # type: ignore[misc]
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             super().load_weights(model, model_config)
-            draw(model)
+            draw_weights(checkpoint, model)
 
     register_model_loader(RANDOM)(RandomLoader)
 
